@@ -1,0 +1,28 @@
+"""Markers that need hardware are skipped where it is absent, with the reason in the report."""
+
+import pytest
+import torch
+
+
+def _missing(item: pytest.Item) -> str | None:
+    names = {mark.name for mark in item.iter_markers()}
+    if not names & {"accelerator", "nvidia", "rocm", "multi_gpu", "weights"}:
+        return None
+    if "weights" in names:
+        return "needs the released LTX-2.5 checkpoint"
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    if "rocm" in names and torch.version.hip is None:
+        return "needs an AMD GPU with ROCm"
+    if "nvidia" in names and torch.version.hip is not None:
+        return "needs an NVIDIA GPU"
+    if "multi_gpu" in names and torch.cuda.device_count() < 2:
+        return f"needs two or more GPUs, found {torch.cuda.device_count()}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        reason = _missing(item)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
