@@ -1,7 +1,11 @@
 """Markers that need hardware are skipped where it is absent, with the reason in the report."""
 
+from pathlib import Path
+
 import pytest
 import torch
+
+from runner_models.ltx2.tiny import tiny_checkpoint
 
 
 def _missing(item: pytest.Item) -> str | None:
@@ -26,3 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = _missing(item)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Two OpenMP threads beside another busy process made a 0.1 s stage take 7.5 s."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder() -> Path:
+    """The folder of the tiny checkpoint, from the user's cache or made now."""
+    return tiny_checkpoint()

@@ -1,0 +1,91 @@
+"""Models the runner knows: a name on the command line -> how that model is made.
+
+The registry is read before any weight is, so nothing here imports torch or diffusers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner_models.ltx2.recipes import DISTILLED, FULL, Recipe
+
+if TYPE_CHECKING:
+    from runner_models.ltx2.pipeline import Ltx2Model
+
+HUB_REPOSITORY = "Lightricks/LTX-2.5-Diffusers"
+TINY_NAMES = ("tiny", "tiny-full")
+
+_NAMES: dict[str, Recipe] = {
+    HUB_REPOSITORY: DISTILLED,
+    "LTX-2.5": DISTILLED,
+    "LTX-2.5-distilled": DISTILLED,
+    "LTX-2.5-full": FULL,
+    "tiny": DISTILLED,
+    "tiny-full": FULL,
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """Every name `--model` takes beside a local folder."""
+    return tuple(_NAMES)
+
+
+def find_recipe(model: str) -> Recipe:
+    """The recipe for `model`, a registered name or a checkpoint folder in the hub repository's layout.
+
+    A folder runs the distilled recipe; `FOLDER:full` runs the full one.
+
+    Raises:
+        ValueError: neither a registered name nor a folder with a `model_index.json`; the message names the nearest.
+    """
+    if model in _NAMES:
+        return _NAMES[model]
+    folder, recipe = split_folder(model)
+    if folder.is_dir():
+        if (folder / "model_index.json").is_file():
+            return recipe
+        raise ValueError(
+            f"--model {model} is a folder without model_index.json; expected the layout of {HUB_REPOSITORY}."
+        )
+    lowered = {name.lower(): name for name in _NAMES}
+    near = difflib.get_close_matches(model.lower(), lowered, n=1, cutoff=0.5)
+    hint = f" Did you mean {lowered[near[0]]}?" if near else ""
+    raise ValueError(
+        f"--model {model} is neither a known model nor a folder.{hint} Known: {', '.join(_NAMES)}, or a local folder."
+    )
+
+
+def split_folder(model: str) -> tuple[Path, Recipe]:
+    """`FOLDER` or `FOLDER:full` -> the folder and its recipe."""
+    if model.endswith(":full"):
+        return Path(model.removesuffix(":full")).expanduser(), FULL
+    return Path(model).expanduser(), DISTILLED
+
+
+def load_model(
+    model: str, *, device: str = "cpu", dtype: str = "float32", load_format: str = "auto", offload: bool = False
+) -> Ltx2Model:
+    """Find, load and return a model, ready to generate.
+
+    Args:
+        model: a registered name, or a checkpoint folder (see `find_recipe`).
+        device: a torch device, "cpu" or "cuda".
+        dtype: "float32", "bfloat16" or "float16".
+        load_format: "auto" reads the checkpoint; "dummy" builds the released architecture with random weights.
+        offload: keep each component on the host except while it runs; needs a GPU.
+
+    Raises:
+        ValueError: an unknown model; `CheckpointError`, one of them, for a checkpoint that cannot be used.
+    """
+    import torch
+
+    from runner_models.ltx2.load import load, resolve
+    from runner_models.ltx2.pipeline import Ltx2Model
+
+    recipe = find_recipe(model)
+    source = resolve(model, recipe, load_format=load_format)
+    home = torch.device("cpu") if offload else torch.device(device)
+    parts = load(source, recipe, device=home, dtype=getattr(torch, dtype))
+    return Ltx2Model(parts, recipe, source=source, device=torch.device(device), offload=offload)

@@ -1,0 +1,57 @@
+"""What the runner and a model say to each other."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from PIL import Image
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used as asked; the message says what to do. Raised before any weight is read."""
+
+
+@dataclass(frozen=True)
+class VideoRequest:
+    """One video to make. Sizes in pixels and frames; `image` is RGB, exactly `width` x `height`, or None for t2v."""
+
+    prompt: str
+    negative_prompt: str
+    image: Image.Image | None
+    height: int
+    width: int
+    num_frames: int
+    frame_rate: float
+    num_inference_steps: int
+    guidance_scale: float
+    max_sequence_length: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class VideoOutput:
+    """A finished video on the CPU: `frames` (F, H, W, 3) uint8 and `audio` (channels, samples) fp32 in [-1, 1]."""
+
+    frames: torch.Tensor
+    audio: torch.Tensor
+    audio_sample_rate: int
+
+
+StageTimer = Callable[[str], AbstractContextManager[None]]
+"""`with timer("stage1"):` times one stage; the clock may synchronise the device on both sides."""
+
+
+class VideoModel(Protocol):
+    """A loaded model. `stages` are the names it passes to the timer, in order."""
+
+    stages: tuple[str, ...]
+
+    def generate(self, request: VideoRequest, *, timer: StageTimer, progress: bool) -> VideoOutput:
+        """Make one video. `progress` shows bars on stderr. Reads the seed only from the request."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """What was loaded and chosen: revision, dtype, attention backends. JSON types only."""
+        ...

@@ -1,0 +1,1 @@
+"""LTX-2.5: recipes, loading, the staged pipeline and its decoder."""

@@ -1,0 +1,177 @@
+"""Where LTX-2.5 weights come from: the hub, a folder, the tiny checkpoint, or random numbers."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner_models import HUB_REPOSITORY, TINY_NAMES, split_folder
+from runner_models.api import CheckpointError
+from runner_models.ltx2.build import COMPONENTS, build_component, component_config, make_scheduler
+from runner_models.ltx2.recipes import Recipe
+from runner_models.ltx2.tiny import stand_in_tokenizer, tiny_checkpoint
+
+logger = logging.getLogger(__name__)
+
+_PIPELINE_FOLDERS = ("scheduler", "text_encoder", "tokenizer", "connectors", "vae", "audio_vae", "vocoder")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint folder, or None for random weights; `revision` is the hub commit, "tiny-v1", "dummy" or None."""
+
+    folder: Path | None
+    revision: str | None
+    random_weights: bool
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The loaded models of one recipe, all on one device in one dtype (or on the host, for offloading)."""
+
+    pipeline: Any
+    """diffusers LTX2Pipeline: text encoder, connectors, transformer, VAEs, vocoder, scheduler."""
+    latent_upsampler: Any | None
+    diffusion_decoder: Any
+
+
+def resolve(model: str, recipe: Recipe, *, load_format: str) -> Source:
+    """Find (and download or make) the checkpoint for `--model`, reading no weight.
+
+    Raises:
+        CheckpointError: a folder that lacks components, or a repository that is gated, missing or unreachable.
+    """
+    if load_format == "dummy":
+        if model in TINY_NAMES or split_folder(model)[0].is_dir():
+            raise CheckpointError(
+                f"--load_format dummy builds the released architecture and reads no checkpoint; --model {model} names "
+                "one. Use --model LTX-2.5 or LTX-2.5-full, or leave --load_format out."
+            )
+        logger.warning("--load_format dummy: random weights, the picture and the sound are noise")
+        return Source(None, "dummy", random_weights=True)
+    if model in TINY_NAMES:
+        logger.warning("--model %s: random weights, the picture and the sound are noise", model)
+        folder = tiny_checkpoint()
+        return Source(folder, folder.name, random_weights=True)
+    folder, _ = split_folder(model)
+    if not folder.is_dir():
+        folder = _download(recipe)
+        return Source(_checked(folder, recipe, model), folder.name, random_weights=False)
+    return Source(_checked(folder, recipe, model), None, random_weights=False)
+
+
+def needed_folders(recipe: Recipe) -> tuple[str, ...]:
+    """Sub-folders of a checkpoint that this recipe reads."""
+    upsampler = ("latent_upsampler",) if recipe.stages == 2 else ()
+    return (*_PIPELINE_FOLDERS, recipe.transformer_subfolder, *upsampler, "diffusion_decoder")
+
+
+def _checked(folder: Path, recipe: Recipe, model: str) -> Path:
+    no_weights = {"scheduler", "tokenizer"}
+    for name in needed_folders(recipe):
+        files = [path.name for path in (folder / name).glob("*")] if (folder / name).is_dir() else []
+        if not files:
+            raise CheckpointError(
+                f"--model {model}: {folder} has no {name}/; the layout of {HUB_REPOSITORY} is needed."
+            )
+        if name not in no_weights and not any(file.endswith(".safetensors") for file in files):
+            raise CheckpointError(
+                f"--model {model}: {folder / name} has no .safetensors file; other formats are not read."
+            )
+    return folder
+
+
+def _download(recipe: Recipe) -> Path:
+    """Fetch what this recipe needs from the hub (safetensors and json only) and return the snapshot folder."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    patterns = ["model_index.json"]
+    for name in needed_folders(recipe):
+        patterns += [f"{name}/*.json", f"{name}/*.safetensors", f"{name}/*.model", f"{name}/*.jinja"]
+    page = f"https://huggingface.co/{HUB_REPOSITORY}"
+    otherwise = "or give a local folder: --model /path/to/LTX-2.5-Diffusers (--model tiny needs no weights)"
+    try:
+        return Path(snapshot_download(HUB_REPOSITORY, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{HUB_REPOSITORY} is gated: accept its terms at {page}, set HF_TOKEN to a token of that account, "
+            f"{otherwise}."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{HUB_REPOSITORY} was not found, or is not visible to this token: check HF_TOKEN, {otherwise}."
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{HUB_REPOSITORY} is not in the local cache and the hub cannot be reached: connect, set HF_HOME to a "
+            f"cache that holds it, {otherwise}."
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise CheckpointError(f"downloading {HUB_REPOSITORY} failed ({error}); try again, {otherwise}.") from error
+
+
+def parameter_counts(folder: Path, recipe: Recipe) -> dict[str, int]:
+    """Parameters of each component of a checkpoint, from the headers of its safetensors files alone."""
+    counts = {}
+    for name in needed_folders(recipe):
+        total = 0
+        for path in (folder / name).glob("*.safetensors"):
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header.pop("__metadata__", None)
+            total += sum(torch.Size(tensor["shape"]).numel() for tensor in header.values())
+        if total:
+            counts["transformer" if name == recipe.transformer_subfolder else name] = total
+    return counts
+
+
+def load(source: Source, recipe: Recipe, *, device: torch.device, dtype: torch.dtype) -> Parts:
+    """Read (or create) every component and put it on `device` in `dtype`."""
+    if source.folder is None:
+        return _dummy_parts(recipe, device=device, dtype=dtype)
+    return _folder_parts(source.folder, recipe, device=device, dtype=dtype)
+
+
+def _folder_parts(folder: Path, recipe: Recipe, *, device: torch.device, dtype: torch.dtype) -> Parts:
+    from diffusers import LTX2Pipeline, LTX2VideoDiffusionDecoderModel, LTX2VideoTransformer3DModel
+    from diffusers.pipelines.ltx2 import LTX2LatentUpsamplerModel
+
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
+    transformer = LTX2VideoTransformer3DModel.from_pretrained(folder, subfolder=recipe.transformer_subfolder, **options)
+    pipeline = LTX2Pipeline.from_pretrained(
+        folder, transformer=transformer, duration_head=None, processor=None, prompt_enhancer=None, **options
+    )
+    if not recipe.distilled:
+        pipeline.scheduler = type(pipeline.scheduler).from_config(
+            pipeline.scheduler.config, use_dynamic_shifting=True, shift_terminal=0.1
+        )
+    upsampler = None
+    if recipe.stages == 2:
+        upsampler = LTX2LatentUpsamplerModel.from_pretrained(folder, subfolder="latent_upsampler", **options).to(device)
+    decoder = LTX2VideoDiffusionDecoderModel.from_pretrained(folder, subfolder="diffusion_decoder", **options)
+    return Parts(pipeline.to(device), upsampler, decoder.to(device))
+
+
+def _dummy_parts(recipe: Recipe, *, device: torch.device, dtype: torch.dtype) -> Parts:
+    from diffusers import LTX2Pipeline
+
+    torch.manual_seed(0)
+    wanted = [name for name in COMPONENTS if recipe.stages == 2 or name != "latent_upsampler"]
+    parts: dict[str, Any] = {
+        name: build_component(name, component_config(name), device=device, dtype=dtype) for name in wanted
+    }
+    upsampler, decoder = parts.pop("latent_upsampler", None), parts.pop("diffusion_decoder")
+    pipeline = LTX2Pipeline(
+        scheduler=make_scheduler(full=not recipe.distilled), tokenizer=stand_in_tokenizer(), **parts
+    )
+    return Parts(pipeline, upsampler, decoder)

@@ -1,0 +1,76 @@
+"""Device memory a request needs, estimated before anything is loaded.
+
+Weights are counted; activations are sizes of one tensor times a factor measured on an H200 in bf16 (1536x1024x121,
+torch 2.11): one transformer forward peaked 7.0 GiB above its weights, the untiled decode 64.6 GiB.
+"""
+
+import json
+from pathlib import Path
+
+from runner_models import TINY_NAMES, split_folder
+from runner_models.ltx2.build import PARAMETERS, component_config
+from runner_models.ltx2.load import parameter_counts
+from runner_models.ltx2.recipes import Recipe, token_counts
+from runner_models.ltx2.tiny import TINY_PARAMETERS, TINY_WIDTHS
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+DENOISE_TENSORS = 37
+"""Live (tokens, width) tensors at the peak of a transformer forward."""
+DECODE_TENSORS = 11.4
+"""Live (frames, height/4, width/4, channels) tensors at the peak of the untiled decode's last stage."""
+
+
+def estimate(
+    recipe: Recipe,
+    *,
+    height: int,
+    width: int,
+    num_frames: int,
+    dtype: str,
+    load_format: str,
+    model: str,
+    offload: bool = False,
+) -> dict[str, int]:
+    """Bytes by item: `weights`, `denoise` and `decode` activations, and `peak`.
+
+    `peak` is the weights (with `offload` the largest component) plus the larger of the two activations.
+    """
+    element = DTYPE_BYTES[dtype]
+    tiny = model in TINY_NAMES and load_format != "dummy"
+    named = split_folder(model)[0]
+    folder = named if named.is_dir() and not tiny and load_format != "dummy" else None
+    weights = _weights(folder, recipe, tiny)
+    inner_width, decode_width = TINY_WIDTHS if tiny else _widths(folder, recipe)
+    stages = token_counts(recipe, height=height, width=width, num_frames=num_frames, frame_rate=recipe.frame_rate)
+    tokens = max(stage.video for stage in stages)
+    batch = 2 if max(recipe.video.cfg, recipe.audio.cfg) > 1 else 1
+    denoise = int(DENOISE_TENSORS * batch * tokens * inner_width * element)
+    decode = int(DECODE_TENSORS * num_frames * (height // 4) * (width // 4) * decode_width * element)
+    resident = max(weights.values()) if offload else sum(weights.values())
+    return {
+        "weights": sum(weights.values()) * element,
+        "denoise": denoise,
+        "decode": decode,
+        "peak": resident * element + max(denoise, decode),
+    }
+
+
+def _weights(folder: Path | None, recipe: Recipe, tiny: bool) -> dict[str, int]:
+    if folder is not None:
+        return parameter_counts(folder, recipe)
+    counts = TINY_PARAMETERS if tiny else PARAMETERS
+    return {name: count for name, count in counts.items() if recipe.stages == 2 or name != "latent_upsampler"}
+
+
+def _widths(folder: Path | None, recipe: Recipe) -> tuple[int, int]:
+    """Channels of the transformer and of the decoder's last stage."""
+    if folder is None:
+        transformer, decoder = component_config("transformer"), component_config("diffusion_decoder")
+    else:
+        transformer, decoder = (
+            json.loads((folder / name / "config.json").read_text())
+            for name in (recipe.transformer_subfolder, "diffusion_decoder")
+        )
+    inner = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    return inner, decoder["decoder_stage_channels"][-1]

@@ -1,0 +1,234 @@
+"""One request through LTX-2.5's stages, on the stock diffusers pipelines.
+
+encode -> stage1 -> upsample -> stage2 -> audio_decode -> video_decode (distilled); encode -> stage1 -> audio_decode ->
+video_decode (full). One generator per request, drawn from in the order of the stock pipelines: stage-1 video and audio
+noise, stage-2 noise, the decoder's canvas.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from layers.neighborhood_attention import neighborhood_attention_sdpa
+from runner_models.api import StageTimer, VideoOutput, VideoRequest
+from runner_models.ltx2.attention import NeighborhoodAttnProcessor
+from runner_models.ltx2.load import Parts, Source
+from runner_models.ltx2.pixels import to_uint8
+from runner_models.ltx2.recipes import DEFAULT_NEGATIVE_PROMPT, DISTILLED_SIGMAS, STAGE_2_SIGMAS, Guidance, Recipe
+
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}]"
+
+
+class Ltx2Model:
+    """A loaded LTX-2.5 (a `runner_models.api.VideoModel`): load once, generate many."""
+
+    def __init__(
+        self, parts: Parts, recipe: Recipe, *, source: Source, device: torch.device, offload: bool = False
+    ) -> None:
+        """`offload` keeps each model on the host except while it runs; `parts` must then be on the CPU."""
+        from diffusers import LTX2ImageToVideoPipeline, LTX2LatentUpsamplePipeline
+
+        self.recipe = recipe
+        self.source = source
+        self.device = device
+        self.text_to_video = parts.pipeline
+        self.image_to_video = LTX2ImageToVideoPipeline(**parts.pipeline.components)
+        self.upsample = None
+        if parts.latent_upsampler is not None:
+            self.upsample = LTX2LatentUpsamplePipeline(vae=parts.pipeline.vae, latent_upsampler=parts.latent_upsampler)
+        self.decoder = parts.diffusion_decoder
+        self.decoder.set_attn_processor(NeighborhoodAttnProcessor(neighborhood_attention_sdpa))
+        self.stages = tuple(
+            stage
+            for stage in ("encode", "stage1", "upsample", "stage2", "audio_decode", "video_decode")
+            if recipe.stages == 2 or stage not in ("upsample", "stage2")
+        )
+        if offload:
+            self._offload()
+
+    def _offload(self) -> None:
+        from accelerate import cpu_offload_with_hook
+
+        for pipe in (self.text_to_video, self.image_to_video, self.upsample):
+            if pipe is not None:
+                pipe.enable_model_cpu_offload(device=self.device)
+        self.decoder, self._decoder_hook = cpu_offload_with_hook(self.decoder, self.device)
+
+    def request(self, prompt: str, **changes: Any) -> VideoRequest:
+        """A request with this recipe's defaults; `changes` are fields of `VideoRequest`."""
+        recipe = self.recipe
+        defaults = VideoRequest(
+            prompt=prompt,
+            negative_prompt=DEFAULT_NEGATIVE_PROMPT,
+            image=None,
+            height=recipe.height,
+            width=recipe.width,
+            num_frames=recipe.num_frames,
+            frame_rate=recipe.frame_rate,
+            num_inference_steps=recipe.steps,
+            guidance_scale=recipe.video.cfg,
+            max_sequence_length=recipe.max_sequence_length,
+            seed=42,
+        )
+        return replace(defaults, **changes)
+
+    @torch.inference_mode()
+    def generate(
+        self, request: VideoRequest, *, timer: StageTimer = lambda stage: nullcontext(), progress: bool = False
+    ) -> VideoOutput:
+        """Make one video; see `runner_models.api.VideoModel`."""
+        pipe = self.text_to_video if request.image is None else self.image_to_video
+        generator = torch.Generator(self.device).manual_seed(request.seed)
+        with timer("encode"):
+            prompts = self._encode(pipe, request)
+        if self.recipe.stages == 2:
+            video_latents, audio_latents = self._two_stages(pipe, request, prompts, generator, timer, progress)
+        else:
+            video_latents, audio_latents = self._one_stage(pipe, request, prompts, generator, timer, progress)
+        with timer("audio_decode"):
+            audio = self._decode_audio(audio_latents)
+        with timer("video_decode"):
+            frames = self._decode_video(video_latents, generator, progress)
+        rate = int(self.text_to_video.vocoder.config.output_sampling_rate)
+        return VideoOutput(frames=frames, audio=audio, audio_sample_rate=rate)
+
+    def describe(self) -> dict[str, object]:
+        """What was loaded and chosen, for the sidecar and metrics."""
+        return {
+            "recipe": self.recipe.name,
+            "checkpoint": str(self.source.folder) if self.source.folder else None,
+            "revision": self.source.revision,
+            "random_weights": self.source.random_weights,
+            "device": str(self.device),
+            "dtype": str(self.text_to_video.transformer.dtype).removeprefix("torch."),
+            "decoder_attention": "sdpa",
+        }
+
+    def _encode(self, pipe: Any, request: VideoRequest) -> dict[str, torch.Tensor | None]:
+        guided = max(self._video_guidance(request).cfg, self.recipe.audio.cfg) > 1.0
+        names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+        encoded = pipe.encode_prompt(
+            prompt=request.prompt,
+            negative_prompt=request.negative_prompt,
+            do_classifier_free_guidance=guided,
+            max_sequence_length=request.max_sequence_length,
+            device=self.device,
+        )
+        return dict(zip(names, encoded, strict=True))
+
+    def _video_guidance(self, request: VideoRequest) -> Guidance:
+        video = self.recipe.video
+        return Guidance(request.guidance_scale, video.stg, video.modality, video.rescale)
+
+    def _denoise_options(
+        self, pipe: Any, request: VideoRequest, prompts: dict[str, Any], generator: torch.Generator
+    ) -> dict[str, Any]:
+        video, audio = self._video_guidance(request), self.recipe.audio
+        layers = pipe.transformer.config.num_layers
+        # A checkpoint with fewer blocks than the guided one (the tiny one) skips its last instead.
+        blocks = sorted({min(block, layers - 1) for block in self.recipe.stg_blocks})
+        options = {
+            **prompts,
+            "num_frames": request.num_frames,
+            "frame_rate": request.frame_rate,
+            "guidance_scale": video.cfg,
+            "stg_scale": video.stg,
+            "modality_scale": video.modality,
+            "guidance_rescale": video.rescale,
+            "audio_guidance_scale": audio.cfg,
+            "audio_stg_scale": audio.stg,
+            "audio_modality_scale": audio.modality,
+            "audio_guidance_rescale": audio.rescale,
+            "spatio_temporal_guidance_blocks": blocks or None,
+            "generator": generator,
+            "output_type": "latent",
+            "return_dict": False,
+        }
+        return options if request.image is None else options | {"image": request.image}
+
+    def _two_stages(
+        self,
+        pipe: Any,
+        request: VideoRequest,
+        prompts: dict[str, Any],
+        generator: torch.Generator,
+        timer: StageTimer,
+        progress: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.upsample is not None
+        options = self._denoise_options(pipe, request, prompts, generator)
+        with timer("stage1"):
+            _configure_bar(pipe, "stage 1", progress)
+            half = {"height": request.height // 2, "width": request.width // 2}
+            video_latents, audio_latents = pipe(sigmas=list(DISTILLED_SIGMAS), **half, **options)
+        with timer("upsample"):
+            video_latents = self.upsample(latents=video_latents, output_type="latent", return_dict=False)[0]
+        with timer("stage2"):
+            _configure_bar(pipe, "stage 2", progress)
+            return pipe(
+                height=request.height,
+                width=request.width,
+                sigmas=list(STAGE_2_SIGMAS),
+                noise_scale=STAGE_2_SIGMAS[0],
+                latents=video_latents,
+                audio_latents=audio_latents,
+                **options,
+            )
+
+    def _one_stage(
+        self,
+        pipe: Any,
+        request: VideoRequest,
+        prompts: dict[str, Any],
+        generator: torch.Generator,
+        timer: StageTimer,
+        progress: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options = self._denoise_options(pipe, request, prompts, generator)
+        with timer("stage1"):
+            _configure_bar(pipe, "denoise", progress)
+            return pipe(
+                height=request.height, width=request.width, num_inference_steps=request.num_inference_steps, **options
+            )
+
+    def _decode_audio(self, latents: torch.Tensor) -> torch.Tensor:
+        """(1, 8, L, mel/4) latents -> (channels, samples) fp32 on the CPU."""
+        audio_vae, vocoder = self.text_to_video.audio_vae, self.text_to_video.vocoder
+        mel = audio_vae.decode(latents.to(audio_vae.dtype), return_dict=False)[0]
+        return vocoder(mel)[0].float().cpu()
+
+    def _decode_video(self, latents: torch.Tensor, generator: torch.Generator, progress: bool) -> torch.Tensor:
+        """(1, 128, T, H/32, W/32) denormalised latents -> (F, H, W, 3) uint8 on the CPU."""
+        latents = latents.to(self.device, self.decoder.dtype)
+        with _block_bar(self.decoder, progress):
+            video = self.decoder.decode(latents, generator=generator, return_dict=False)[0]
+        return to_uint8(video)[0].cpu()
+
+
+def _configure_bar(pipe: Any, description: str, progress: bool) -> None:
+    pipe.set_progress_bar_config(desc=f"{description:<12}", unit="step", bar_format=_BAR, disable=not progress)
+
+
+@contextmanager
+def _block_bar(decoder: Any, progress: bool) -> Iterator[None]:
+    """A bar over the decoder's attention blocks; on a GPU it counts launches."""
+    stack = decoder.decoder
+    blocks = [block for stage in [*stack.det_stages, stack.diff_blocks] for block in stage]
+    extra_steps = stack.default_num_inference_steps - 1
+    with tqdm(
+        total=len(blocks) + extra_steps * len(stack.diff_blocks),
+        desc=f"{'decode':<12}",
+        unit="block",
+        bar_format=_BAR,
+        disable=not progress,
+    ) as bar:
+        hooks = [block.register_forward_hook(lambda *_: bar.update() and None) for block in blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
