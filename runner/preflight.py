@@ -1,0 +1,68 @@
+"""Last stop before anything is loaded: the config against this machine, and the memory estimate against its memory."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+
+from runner.checks import check
+from runner.config import RunConfig
+from runner.errors import UsageError
+from runner.plan import memory_problem, plan
+from runner_models.api import CheckpointError
+from runner_models.ltx2.memory import estimate
+
+
+def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ, num_heads: int | None = None) -> RunConfig:
+    """Check the run against this machine; nothing is loaded, downloaded or written.
+
+    Args:
+        config: from the command line.
+        environ: where torchrun's WORLD_SIZE, LOCAL_WORLD_SIZE and LOCAL_RANK stand; one process without them.
+        num_heads: attention heads of the transformer, where known.
+
+    Returns:
+        The config with device and dtype settled.
+
+    Raises:
+        UsageError: what `runner.checks.check` finds, or a request that does not fit this rank's memory.
+    """
+    config = check(
+        config,
+        world_size=int(environ.get("WORLD_SIZE", "1")),
+        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
+        gpu_count=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        num_heads=num_heads,
+    )
+    try:
+        problem = memory_problem(config, estimate=estimate, available_bytes=available_bytes(config, environ=environ))
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
+    if problem:
+        raise UsageError(problem)
+    return config
+
+
+def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """`preflight`, then the plan with memory filled in; for --dry_run."""
+    config = preflight(config, environ=environ)
+    memory = estimate(
+        config.recipe,
+        height=config.height,
+        width=config.width,
+        num_frames=config.num_frames,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        model=config.model,
+        offload=config.enable_model_cpu_offload,
+    )
+    return plan(config, memory_bytes=memory, available_bytes=available_bytes(config, environ=environ))
+
+
+def available_bytes(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> int:
+    """Free memory of this rank's GPU, or its share of the machine's free memory; `config` is checked."""
+    if config.device == "cuda":
+        return torch.cuda.mem_get_info(int(environ.get("LOCAL_RANK", "0")))[0]
+    return psutil.virtual_memory().available // int(environ.get("LOCAL_WORLD_SIZE", "1"))
