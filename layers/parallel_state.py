@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from layers.collectives import start_all_gather, wait
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -41,17 +43,6 @@ def valid_tokens(num_tokens: int, parts: int, part: int) -> int:
     """How many tokens of shard `part` are real; the others, at its end, are padding. May be 0."""
     length = shard_length(num_tokens, parts)
     return min(max(num_tokens - part * length, 0), length)
-
-
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(P, *x.shape): every rank's x in rank order; all of the same shape.
-
-    The functional operator underneath torch's wrappers: traced by torch.compile, and not deprecated under one of the
-    names that torch 2.11 and 2.13 disagree about.
-    """
-    ranks = dist.get_world_size(group)
-    pending = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(pending).unflatten(0, (ranks, -1))
 
 
 def check_degrees(
@@ -181,7 +172,7 @@ class ParallelState:
         if self.sequence_degree == 1:
             return x
         assert self.sequence_group is not None
-        joined = all_gather(x.movedim(dim, 0), self.sequence_group).flatten(0, 1)
+        joined = wait(start_all_gather(x.movedim(dim, 0).contiguous(), self.sequence_group))
         return joined[:length].movedim(0, dim)
 
     def broadcast(self, tensors: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from layers.parallel_state import all_gather
+from layers.collectives import start_all_gather, wait
 
 AttendLse = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -63,7 +63,8 @@ def all_gather_parts(
 
     A rank contributes 4 * B * S * H * (D + 1) bytes: see partial_attention_bytes.
     """
-    gathered = all_gather(torch.cat([o_BSHD, lse_BHS.transpose(1, 2).unsqueeze(-1)], dim=-1), group)
+    packed = torch.cat([o_BSHD, lse_BHS.transpose(1, 2).unsqueeze(-1)], dim=-1).contiguous()
+    gathered = wait(start_all_gather(packed, group)).unflatten(0, (dist.get_world_size(group), -1))
     return gathered[..., :-1], gathered[..., -1].transpose(2, 3)
 
 

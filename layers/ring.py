@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 
+from layers.collectives import start_all_to_all, wait
 from layers.partial_attention import AttendLse, attend_part, merge_pair
 
 
@@ -41,7 +41,7 @@ def ring_attention(
             part = attend_part(attend_lse, q_BSHD, block[0], block[1], valid=valid[source])
             merged = part if merged is None else merge_pair(*merged, *part)
         if pending is not None:
-            block = funcol.wait_tensor(pending).view(block.shape)
+            block = wait(pending).view(block.shape)
     assert merged is not None, "no block has a valid key"
     return merged[0].to(q_BSHD.dtype)
 
@@ -51,7 +51,7 @@ def _pass_on(block: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     send_sizes, receive_sizes = [0] * ranks, [0] * ranks
     send_sizes[(rank + 1) % ranks] = receive_sizes[(rank - 1) % ranks] = block.numel()
-    return funcol.all_to_all_single(block.flatten(), receive_sizes, send_sizes, group)
+    return start_all_to_all(block.flatten(), group, send_sizes=send_sizes, receive_sizes=receive_sizes)
 
 
 def ring_bytes(*, batch: int, block_tokens: int, heads: int, head_dim: int, ranks: int, itemsize: int) -> int:

@@ -5,14 +5,14 @@ and this rank's H / U heads. Pending buffers are rank-major, tokens before batch
 the ranks' tokens is a view.
 
 Why not yunchang's SeqAllToAll4D: torch 2.13 traces both without a graph break (2 gloo ranks, CPU), but yunchang's
-waits inside each call and copies the received tensor once more. torch's functional collective is waited for at its
-first use, so V and K travel while Q is being computed, and its send-side copy fuses with RoPE under torch.compile
-(0.44 ms against 1.04 ms for a compiled round trip at 1x8x4x16). Tests hold the two against each other.
+waits inside each call and copies the received tensor once more. Here V and K travel while Q is being computed, and
+the send-side copy fuses with RoPE under torch.compile. Tests hold the two against each other (docs/parallel.md).
 """
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
+
+from layers.collectives import start_all_to_all, wait
 
 
 def start_scatter_heads(x_BSHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -22,20 +22,19 @@ def start_scatter_heads(x_BSHD: torch.Tensor, group: dist.ProcessGroup) -> torch
     """
     ranks = dist.get_world_size(group)
     send = x_BSHD.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4).contiguous()
-    return funcol.all_to_all_single(send, None, None, group)
+    return start_all_to_all(send, group)
 
 
 def finish_scatter_heads(pending: torch.Tensor) -> torch.Tensor:
     """The received tokens of the whole group, x_BTHD: a view that is contiguous for a batch of one."""
-    return pending.flatten(0, 1).transpose(0, 1)
+    return wait(pending).flatten(0, 1).transpose(0, 1)
 
 
 def gather_heads(x_BTHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send each rank its tokens of this rank's heads: the inverse of the scatter, back to x_BSHD (contiguous)."""
     ranks = dist.get_world_size(group)
     send = x_BTHD.transpose(0, 1).unflatten(0, (ranks, -1)).contiguous()
-    received = funcol.all_to_all_single(send, None, None, group)
-    return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
+    return wait(start_all_to_all(send, group)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
 def all_to_all_bytes(*, batch: int, shard_tokens: int, heads: int, head_dim: int, ranks: int, itemsize: int) -> int:
