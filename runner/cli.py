@@ -109,14 +109,6 @@ def parse(argv: Sequence[str] | None = None) -> RunConfig:
     return RunConfig.from_values(values)
 
 
-def describe_plan(config: RunConfig) -> str:
-    """What --dry_run prints. Checks everything that `runner.preflight` checks, and raises as it does."""
-    from runner.plan import render
-    from runner.preflight import make_plan  # imports torch
-
-    return render(make_plan(config))
-
-
 def _underscores(argument: str) -> str:
     """`--num-frames=9` -> `--num_frames=9`; values and prompts stay as they are."""
     match = re.fullmatch(r"(--[A-Za-z0-9_-]+)(=.*)?", argument, re.DOTALL)

@@ -17,7 +17,11 @@ GIB = 2**30
 
 
 def plan(
-    config: RunConfig, *, memory_bytes: Mapping[str, int] | None = None, available_bytes: int | None = None
+    config: RunConfig,
+    *,
+    memory_bytes: Mapping[str, int] | None = None,
+    available_bytes: int | None = None,
+    misfit: str | None = None,
 ) -> dict[str, Any]:
     """The resolved run in JSON types, units in the key names.
 
@@ -25,6 +29,7 @@ def plan(
         config: checked (`runner.checks.check`).
         memory_bytes: estimated device memory of one rank by item, with its `peak`; left out where unknown.
         available_bytes: what that rank may use.
+        misfit: why it does not fit, from `memory_problem`.
     """
     recipe = config.recipe
     counts = token_counts(
@@ -64,6 +69,8 @@ def plan(
         ],
         "memory_bytes": dict(memory_bytes) if memory_bytes is not None else None,
         "available_memory_bytes": available_bytes,
+        "fits": misfit is None,
+        "misfit": misfit,
     }
 
 
@@ -127,6 +134,8 @@ def render(plan: Mapping[str, Any]) -> str:
         available = plan["available_memory_bytes"]
         rest = "" if available is None else f"; {_gib(available)} available"
         rows.append(("memory", f"estimated per rank: {items}{rest}"))
+    if plan["misfit"]:
+        rows.append(("", f"does not fit here: {plan['misfit']}"))
     return "\n".join(["Plan (nothing is loaded)", *(f"  {name:<9} {text}" for name, text in rows)])
 
 

@@ -29,25 +29,27 @@ def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ, num
     Raises:
         UsageError: what `runner.checks.check` finds, or a request that does not fit this rank's memory.
     """
-    config = check(
+    config = check_here(config, environ=environ, num_heads=num_heads)
+    problem = _memory_problem(config, environ)
+    if problem:
+        raise UsageError(problem)
+    return config
+
+
+def check_here(config: RunConfig, *, environ: Mapping[str, str], num_heads: int | None = None) -> RunConfig:
+    """`runner.checks.check` with this machine's processes and GPUs."""
+    return check(
         config,
         world_size=int(environ.get("WORLD_SIZE", "1")),
         local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         gpu_count=torch.cuda.device_count() if torch.cuda.is_available() else 0,
         num_heads=num_heads,
     )
-    try:
-        problem = memory_problem(config, estimate=estimate, available_bytes=available_bytes(config, environ=environ))
-    except CheckpointError as error:
-        raise UsageError(str(error)) from error
-    if problem:
-        raise UsageError(problem)
-    return config
 
 
 def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """`preflight`, then the plan with memory filled in; for --dry_run."""
-    config = preflight(config, environ=environ)
+    """The checked plan with memory filled in, for --dry_run; what does not fit here is a line of it and no error."""
+    config = check_here(config, environ=environ)
     memory = estimate(
         config.recipe,
         height=config.height,
@@ -58,7 +60,19 @@ def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> 
         model=config.model,
         offload=config.enable_model_cpu_offload,
     )
-    return plan(config, memory_bytes=memory, available_bytes=available_bytes(config, environ=environ))
+    return plan(
+        config,
+        memory_bytes=memory,
+        available_bytes=available_bytes(config, environ=environ),
+        misfit=_memory_problem(config, environ),
+    )
+
+
+def _memory_problem(config: RunConfig, environ: Mapping[str, str]) -> str | None:
+    try:
+        return memory_problem(config, estimate=estimate, available_bytes=available_bytes(config, environ=environ))
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
 
 
 def available_bytes(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> int:

@@ -86,6 +86,6 @@ def load_model(
 
     recipe = find_recipe(model)
     source = resolve(model, recipe, load_format=load_format)
-    home = torch.device("cpu") if offload else torch.device(device)
-    parts = load(source, recipe, device=home, dtype=getattr(torch, dtype))
-    return Ltx2Model(parts, recipe, source=source, device=torch.device(device), offload=offload)
+    where = torch.device(device)
+    parts = load(source, recipe, device=where, dtype=getattr(torch, dtype), offload=offload)
+    return Ltx2Model(parts, recipe, source=source, device=where, offload=offload)

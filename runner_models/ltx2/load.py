@@ -135,14 +135,15 @@ def parameter_counts(folder: Path, recipe: Recipe) -> dict[str, int]:
     return counts
 
 
-def load(source: Source, recipe: Recipe, *, device: torch.device, dtype: torch.dtype) -> Parts:
-    """Read (or create) every component and put it on `device` in `dtype`."""
+def load(source: Source, recipe: Recipe, *, device: torch.device, dtype: torch.dtype, offload: bool = False) -> Parts:
+    """Read every component to `device`, or create it there, in `dtype`; with `offload` it then waits on the host."""
+    home = torch.device("cpu") if offload else device
     if source.folder is None:
-        return _dummy_parts(recipe, device=device, dtype=dtype)
-    return _folder_parts(source.folder, recipe, device=device, dtype=dtype)
+        return _dummy_parts(recipe, device=device, home=home, dtype=dtype)
+    return _folder_parts(source.folder, recipe, home=home, dtype=dtype)
 
 
-def _folder_parts(folder: Path, recipe: Recipe, *, device: torch.device, dtype: torch.dtype) -> Parts:
+def _folder_parts(folder: Path, recipe: Recipe, *, home: torch.device, dtype: torch.dtype) -> Parts:
     from diffusers import LTX2Pipeline, LTX2VideoDiffusionDecoderModel, LTX2VideoTransformer3DModel
     from diffusers.pipelines.ltx2 import LTX2LatentUpsamplerModel
 
@@ -157,18 +158,20 @@ def _folder_parts(folder: Path, recipe: Recipe, *, device: torch.device, dtype: 
         )
     upsampler = None
     if recipe.stages == 2:
-        upsampler = LTX2LatentUpsamplerModel.from_pretrained(folder, subfolder="latent_upsampler", **options).to(device)
+        upsampler = LTX2LatentUpsamplerModel.from_pretrained(folder, subfolder="latent_upsampler", **options).to(home)
     decoder = LTX2VideoDiffusionDecoderModel.from_pretrained(folder, subfolder="diffusion_decoder", **options)
-    return Parts(pipeline.to(device), upsampler, decoder.to(device))
+    return Parts(pipeline.to(home), upsampler, decoder.to(home))
 
 
-def _dummy_parts(recipe: Recipe, *, device: torch.device, dtype: torch.dtype) -> Parts:
+def _dummy_parts(recipe: Recipe, *, device: torch.device, home: torch.device, dtype: torch.dtype) -> Parts:
     from diffusers import LTX2Pipeline
 
     torch.manual_seed(0)
-    wanted = [name for name in COMPONENTS if recipe.stages == 2 or name != "latent_upsampler"]
+    # Created on the GPU even when it is to wait on the host: 36 B random numbers take a CPU minutes.
     parts: dict[str, Any] = {
-        name: build_component(name, component_config(name), device=device, dtype=dtype) for name in wanted
+        name: build_component(name, component_config(name), device=device, dtype=dtype).to(home)
+        for name in COMPONENTS
+        if recipe.stages == 2 or name != "latent_upsampler"
     }
     upsampler, decoder = parts.pop("latent_upsampler", None), parts.pop("diffusion_decoder")
     pipeline = LTX2Pipeline(

@@ -13,10 +13,12 @@ import yaml
 
 from runner import __version__
 from runner.checks import NOT_YET, check
-from runner.cli import build_parser, describe_plan, parse
+from runner.cli import build_parser, parse
 from runner.config import RunConfig
 from runner.errors import UsageError
 from runner.flags import FLAGS, GROUPS
+from runner.plan import render
+from runner.preflight import make_plan
 from runner.xfuser_flags import UNSUPPORTED
 
 BASE = "--model tiny --task t2v"
@@ -399,7 +401,9 @@ def test_parsing_imports_neither_torch_nor_diffusers() -> None:
 
 
 def test_dry_run_prints_the_plan() -> None:
-    text = describe_plan(run(f"{BASE} --prompt x --device cpu --height 256 --width 320 --num_frames 17 --dry_run"))
+    text = render(
+        make_plan(run(f"{BASE} --prompt x --device cpu --height 256 --width 320 --num_frames 17 --dry_run"), environ={})
+    )
     for part in (
         "Plan (nothing is loaded)",
         "tiny (distilled), t2v",
@@ -412,3 +416,11 @@ def test_dry_run_prints_the_plan() -> None:
         "estimated per rank: weights",
     ):
         assert part in text
+
+
+def test_dry_run_shows_a_run_that_does_not_fit_here() -> None:
+    """A plan for a bigger machine is read on a laptop: the verdict is a line of it, not the end of it."""
+    line = "--model LTX-2.5 --task t2v --prompt x --device cpu --height 16384 --width 16384 --dry_run"
+    plan = make_plan(run(line), environ={})
+    assert plan["fits"] is False
+    assert "does not fit here: --height 16384 --width 16384 --num_frames 121 needs about" in render(plan)

@@ -158,5 +158,5 @@ def test_a_folder_runs_either_recipe(checkpoint: Path) -> None:
 def test_unknown_models_name_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Did you mean LTX-2\.5-full\?"):
         find_recipe("ltx-2.5-ful")
-    with pytest.raises(ValueError, match="folder without model_index.json"):
+    with pytest.raises(ValueError, match=r"folder without model_index\.json"):
         find_recipe(str(tmp_path))
