@@ -123,9 +123,9 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 cleanup()
         with contextlib.suppress(dist.DistError):
-            self._store.add("ended", 1)
+            self._store.set(f"ended/{self.launch.rank}", "")
             if self._hosts_store:
-                poll(lambda: self._store.add("ended", 0) >= self._living(), limit_s=FAREWELL_S)
+                poll(self._all_have_ended, limit_s=FAREWELL_S)
         sys.stdout.flush()
         os._exit(exit_code or 1)
 
@@ -169,8 +169,9 @@ class Watchdog:
         namespace, pid = self._peers[rank]
         return namespace == self._here and not _is_running(pid)
 
-    def _living(self) -> int:
-        return sum(not self._is_dead(rank) for rank in range(self.launch.world_size))
+    def _all_have_ended(self) -> bool:
+        ranks = range(self.launch.world_size)
+        return all(self._is_dead(rank) or self._store.check([f"ended/{rank}"]) for rank in ranks)
 
 
 _POSTED = "posted"
