@@ -81,7 +81,9 @@ def start(
     except BaseException as error:  # noqa: BLE001  # nobody above could tell the other ranks; abort does not return
         watchdog.abort(*describe(error))
     log.info("%d ranks: %s, timeout %.0f s", launch.world_size, degrees, timeout.total_seconds())
-    return Session(state, watchdog, describe, dist.PrefixStore(f"{launch.run}/session", base))
+    return Session(
+        state, watchdog, describe, dist.PrefixStore(f"{launch.run}/session", base), local_rank=launch.local_rank
+    )
 
 
 def _connect(launch: Launch, *, second: bool = False) -> dist.TCPStore:
@@ -145,31 +147,40 @@ def build_state(
 class Session:
     """This process's part in the world. Leaving it on an exception ends every rank; leaving it in peace waits for all.
 
-    With one process every method is a no-op, and exceptions pass through.
+    With one process every method is a no-op, and exceptions pass through. SIGTERM unwinds like Ctrl-C in either case.
     """
 
     def __init__(
-        self, state: ParallelState, watchdog: Watchdog | None, describe: Describe, store: dist.Store | None = None
+        self,
+        state: ParallelState,
+        watchdog: Watchdog | None,
+        describe: Describe,
+        store: dist.Store | None = None,
+        *,
+        local_rank: int = 0,
     ) -> None:
         self.state = state
+        self.local_rank = local_rank
         self._watchdog = watchdog
         self._describe = describe
         self._store = store
         self._used: dict[str, int] = {}
+        self._sigterm: Any = None
 
     def __enter__(self) -> "Session":
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, exit_on_signal)
+            self._sigterm = signal.signal(signal.SIGTERM, exit_on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watchdog is None:
-            return
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._watchdog.abort(*self._describe(error))
-        self._close()
+        if self._watchdog is not None:
+            if error is not None and not (isinstance(error, SystemExit) and not error.code):
+                self._watchdog.abort(*self._describe(error))
+            self._close()
+        if self._sigterm is not None:
+            signal.signal(signal.SIGTERM, self._sigterm)
 
     def on_abort(self, cleanup: Callable[[], None]) -> None:
         """Call this when the process is ended hard, from another thread: to remove what must not stay half-written."""
@@ -197,6 +208,18 @@ class Session:
             return value
         poll(lambda: self._store is None or self._store.check([key]))
         return pickle.loads(base64.b64decode(self._store.get(key)))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value (small and picklable), in rank order, on rank 0; nothing elsewhere. No time limit."""
+        if self._store is None:
+            return [value]
+        store, key = self._store, self._key("gather", "")
+        store.set(f"{key}/{self.state.rank}", base64.b64encode(pickle.dumps(value)).decode())
+        if self.state.rank:
+            return []
+        keys = [f"{key}/{rank}" for rank in range(self.state.world_size)]
+        poll(lambda: store.check(keys))
+        return [pickle.loads(base64.b64decode(store.get(name))) for name in keys]
 
     def _key(self, kind: str, name: str) -> str:
         self._used[kind + name] = self._used.get(kind + name, 0) + 1

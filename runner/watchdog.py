@@ -79,7 +79,6 @@ class Watchdog:
             # The C handler writes the signal's number here at once, even while no Python handler can run.
             self._wakeup.setblocking(False)
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-            signal.signal(signal.SIGTERM, exit_on_signal)
         for rank in range(self.launch.world_size):
             poll(lambda rank=rank: self._store.check([f"peer/{rank}"]))  # type: ignore[misc]
             self._peers[rank] = json.loads(self._store.get(f"peer/{rank}"))
@@ -107,6 +106,10 @@ class Watchdog:
         A lost connection is mostly the echo of a rank that died: a moment is given for its death to be seen, and then
         that is the cause.
         """
+        if threading.current_thread() is threading.main_thread():
+            # torchrun answers the first rank's end with SIGTERM to the others: it must not cut this short.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not self._abort_lock.acquire(blocking=False):
             time.sleep(FAREWELL_S + UNWIND_S)  # the other thread is at it
             os._exit(exit_code)
