@@ -138,8 +138,10 @@ def inputs_of(case: Case, model: LTX2VideoTransformer3DModel, seed: int = 0) -> 
 
 
 def forward(model: LTX2VideoTransformer3DModel, case: Case, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = inputs_of(case, model, seed)
+    inputs = {name: x.to(model.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     with torch.inference_mode():
-        output = model(**inputs_of(case, model, seed))
+        output = model(**inputs)
     return (output.sample, output.audio_sample) if case.named_output else output
 
 
@@ -224,15 +226,17 @@ class CountBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_cases(degrees: list[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+def check_cases(degrees: list[tuple[int, int]], device: str = "cpu") -> dict[str, dict[str, Any]]:
     """On every rank: all cases and faults for each (ulysses, ring), in one start of the processes."""
     report: dict[str, dict[str, Any]] = {}
     world = int(os.environ["WORLD_SIZE"])
-    with start(ulysses_degree=world, timeout=timedelta(seconds=60)) as session:
+    with start(ulysses_degree=world, device=device, timeout=timedelta(seconds=60)) as session:
+        for rope_type in ("split", "interleaved"):
+            make_transformer(rope_type).to(session.state.device)
         for ulysses, ring in degrees:
             state = build_state(
                 session.state.rank,
-                device=torch.device("cpu"),
+                device=session.state.device,
                 timeout=timedelta(seconds=60),
                 ulysses_degree=ulysses,
                 ring_degree=ring,

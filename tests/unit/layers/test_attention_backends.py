@@ -1,7 +1,9 @@
 """Names and refusals of --attention_backend on a CPU, and the kernels behind the names."""
 
+import enum
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from layers.attention_backends import (
     XFUSER_BACKENDS,
     available_backends,
     default_backend,
+    probe_backend,
     select_backend,
 )
 
@@ -80,3 +83,52 @@ def test_xfuser_is_not_imported_on_a_cpu() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def _fake_xfuser(monkeypatch: pytest.MonkeyPatch, *, with_lse: bool, wrong: bool = False) -> None:
+    """A module that looks as xfuser's does: heads first, (q, k, v, dropout_p, is_causal) -> (o, lse or None)."""
+    module = ModuleType("xfuser.core.distributed.attention_backend")
+    module.AttentionBackendType = enum.Enum("AttentionBackendType", {"AITER": "AITER"})  # type: ignore[attr-defined]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, is_causal: bool) -> tuple:
+        assert q.shape[1] == 2, "heads first"
+        assert (dropout_p, is_causal) == (0.0, False)
+        scores = q @ k.transpose(2, 3) * (1.0 if wrong else q.shape[-1] ** -0.5)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1) if with_lse else None
+
+    module.ATTENTION_FUNCTION_REGISTRY = {module.AttentionBackendType["AITER"]: attend}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+class _Gpu:
+    """Answers as a GPU's torch.device would where the module asks; tensors stay on the CPU."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_xfuser_function_is_adapted(monkeypatch: pytest.MonkeyPatch, with_lse: bool) -> None:
+    _fake_xfuser(monkeypatch, with_lse=with_lse)
+    _pretend_gpu(monkeypatch)
+    status = probe_backend("AITER", device=_Gpu(), dtype=torch.float32, head_dim=16)  # type: ignore[arg-type]
+    assert (status.available, status.returns_lse) == (True, with_lse)
+
+
+def test_wrong_or_missing_xfuser_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake_xfuser(monkeypatch, with_lse=True, wrong=True)
+    _pretend_gpu(monkeypatch)
+    status = probe_backend("AITER", device=_Gpu(), dtype=torch.float32, head_dim=16)  # type: ignore[arg-type]
+    assert not status.available
+    assert "wrong on this device" in status.reason
+    monkeypatch.setitem(sys.modules, "xfuser.core.distributed.attention_backend", None)
+    status = probe_backend("AITER", device=_Gpu(), dtype=torch.float32, head_dim=16)  # type: ignore[arg-type]
+    assert "xfuser" in status.reason
+
+
+def _pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    to = torch.Tensor.to
+
+    def stay(x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return to(x, *[a for a in args if not isinstance(a, _Gpu)], **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch.Tensor, "to", stay)
