@@ -1,6 +1,6 @@
 """`python -m runner` and `torchrun -m runner`: parse, run, tear down.
 
-Exit codes: 0 done, 1 a failure, 2 something the user can mend (one line, no traceback).
+Exit codes: 0 done, 1 a failure, 2 something the user can mend (one line, no traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,26 +33,48 @@ def main(argv: list[str] | None = None) -> int:
 def _run(config: RunConfig) -> int:
     import torch
 
-    from runner import engine
+    from runner import distributed, engine
     from runner.plan import render
     from runner.preflight import make_plan, preflight
-    from runner_models.api import CheckpointError
+    from runner_models.api import SetupError
 
     if config.dry_run:
         if _rank() == 0:
             print(render(make_plan(config)))
         return 0
+    config = preflight(config)
+    session = distributed.start(
+        ulysses_degree=config.ulysses_degree,
+        ring_degree=config.ring_degree,
+        data_parallel_degree=config.data_parallel_degree,
+        device=config.device,
+        describe=_describe,
+    )
     try:
-        engine.run(preflight(config))
-    except CheckpointError as error:
-        return _refuse(error)
-    except torch.OutOfMemoryError as error:
-        print(f"error: out of memory: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 1
+        with session:
+            engine.run(config, session)
+    except (UsageError, SetupError, torch.OutOfMemoryError, OSError, KeyboardInterrupt) as error:
+        # One process: with more, leaving the session has ended all of them.
+        text, code = _describe(error)
+        print(f"error: {text}", file=sys.stderr)
+        return code
     return 0
+
+
+def _describe(error: BaseException) -> tuple[str, int]:
+    """What to print and the exit code: one line for what the user can mend, a traceback for a fault of ours."""
+    import torch
+
+    from runner.distributed import describe_failure
+    from runner_models.api import SetupError
+
+    if isinstance(error, UsageError | SetupError):
+        return str(error), 2
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {error}", 1
+    if isinstance(error, OSError) and error.filename is not None:
+        return str(error), 1
+    return describe_failure(error)
 
 
 def _refuse(error: ValueError) -> int:

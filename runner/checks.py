@@ -26,13 +26,8 @@ MAX_SECONDS = 3600
 """A lower frame rate than this needs is a typing error, and would ask for millions of audio tokens."""
 
 NOT_YET: tuple[str, ...] = (
-    "use_torch_compile",
-    "attention_backend",
     "enable_tiling",
     "use_parallel_vae",
-    "ulysses_degree",
-    "ring_degree",
-    "data_parallel_degree",
     "profile",
 )
 """Flags that take their default only, until what they ask for exists."""

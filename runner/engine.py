@@ -1,4 +1,7 @@
-"""One run: check, load once, warm up, time every request, save the videos of the last iteration."""
+"""One run: check, load once, warm up, time every request, save the videos of the last iteration.
+
+Every rank runs this. With data parallelism prompt i goes to replica i % data_parallel_degree. Only rank 0 writes files.
+"""
 
 import functools
 import hashlib
@@ -7,14 +10,18 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from layers.parallel_state import ParallelState
 from runner.config import RunConfig
+from runner.distributed import Session
 from runner.media import VideoWriter, load_image
 from runner.metrics import (
     Sample,
@@ -22,78 +29,172 @@ from runner.metrics import (
     device_name,
     peak_memory_bytes,
     reset_peak_memory,
+    slowest,
     summarise,
     summary_table,
 )
-from runner.sidecar import check_output_directory, output_path, write_json
-from runner_models import load_model
+from runner.sidecar import check_output_directory, output_path, partial_path, write_json
+from runner_models import find_recipe, load_model
 from runner_models.api import VideoModel, VideoOutput, VideoRequest
+from runner_models.ltx2.load import Source, resolve
 
 logger = logging.getLogger(__name__)
 
 _VERSIONED = ("torch", "triton", "diffusers", "transformers", "xfuser", "yunchang", "av")
-_BYTES_PER_PIXEL = 0.5
-"""Room to ask for: H.264 at crf 12 stays under 4 bits a pixel even on noise (measured on the tiny model: 3.4)."""
+_BYTES_PER_PIXEL = 1.0
+"""Room to ask for. On noise, the worst case, H.264 at crf 12 takes 0.82 (155.8 MB for 1536x1024x121)."""
 
 
-def run(config: RunConfig) -> list[Path]:
-    """Make every video of `config` and return the paths of the mp4 files.
+def run(config: RunConfig, session: Session) -> list[Path]:
+    """Make every video of `config`; on rank 0 return the paths of the mp4 files.
 
     Raises:
-        UsageError, CheckpointError: what the user can mend, before any weight is read.
+        UsageError, SetupError: what the user can mend, before any weight is read.
         OSError: a result that could not be written.
     """
+    state = session.state
+    config = session.broadcast_object(config)
     requests = make_requests(config)
-    pixels = config.height * config.width * config.num_frames
-    directory = check_output_directory(
-        config.output_directory, needed_bytes=int(len(requests) * pixels * _BYTES_PER_PIXEL)
-    )
-    device = torch.device(config.device)
-    progress = sys.stderr.isatty()
+    if state.rank == 0:
+        pixels = config.height * config.width * config.num_frames
+        check_output_directory(config.output_directory, needed_bytes=int(len(requests) * pixels * _BYTES_PER_PIXEL))
+    progress = state.rank == 0 and sys.stderr.isatty()
     if not progress:
         _silence_loading_bars()
     started = time.perf_counter()
     model = load_model(
         config.model,
-        device=config.device,
         dtype=config.dtype,
         load_format=config.load_format,
         offload=config.enable_model_cpu_offload,
+        attention_backend=config.attention_backend,
+        source=_resolve(config, session),
+        state=state,
     )
+    session.barrier("loaded")
     load_seconds = time.perf_counter() - started
-    logger.info("loaded %s in %.1f s on %s", config.model, load_seconds, device_name(device))
+    logger.info("loaded %s in %.1f s on %s", config.model, load_seconds, device_name(state.device))
+    if state.sequence_degree > 1:
+        logger.info("one of %d ranks decodes; --use_parallel_vae will spread it, once supported", state.sequence_degree)
+    compile_seconds = _compile(config, model, requests[0])
     for call in range(config.warmup_calls):
         logger.info("warm-up %d of %d", call + 1, config.warmup_calls)
-        model.generate(requests[0], timer=StageClock(device), progress=progress)
+        model.generate(requests[0], timer=StageClock(state.device), progress=progress)
+        session.barrier("warm-up")
 
+    directory = Path(config.output_directory).expanduser()
     samples, paths = [], []
     for iteration in range(config.num_iterations):
-        for index, request in enumerate(requests):
-            clock = StageClock(device)
-            reset_peak_memory(device)
-            output = model.generate(request, timer=clock, progress=progress)
-            if iteration == config.num_iterations - 1:
-                with clock("mux"):
-                    path = _save(directory, config.output_stem(index), request, output)
-                paths.append(path)
-            sample = Sample(iteration, index, dict(clock.seconds), peak_memory_bytes(device))
-            samples.append(sample)
-            if iteration == config.num_iterations - 1:
-                write_json(path.with_suffix(".json"), sidecar(config, model, request, output, sample))
-                logger.info("saved %s", path)
-    write_json(
-        directory / "metrics.json",
-        {
-            **environment(device),
-            "model": model.describe(),
-            "config": config.to_json(),
-            "load_seconds": load_seconds,
-            "iterations": [sample.to_json() for sample in samples],
-            "summary": summarise(samples),
-        },
-    )
-    logger.info("timings, also in %s:\n%s", directory / "metrics.json", summary_table(samples))
+        last = iteration == config.num_iterations - 1
+        for indices in _rounds(len(requests), state.data_parallel_degree):
+            done = _generate(model, requests, indices, iteration, session, progress=progress, deliver=last)
+            for sample, output in done:
+                if last:
+                    assert output is not None
+                    request = requests[sample.prompt_index]
+                    stem = config.output_stem(sample.prompt_index)
+                    path, sample = _save(directory, stem, request, output, sample, session)
+                    write_json(path.with_suffix(".json"), sidecar(config, model, request, output, sample))
+                    logger.info("saved %s", path)
+                    paths.append(path)
+                samples.append(sample)
+            session.barrier("round")
+    if state.rank == 0:
+        write_json(
+            directory / "metrics.json",
+            {
+                **environment(state.device),
+                "world_size": state.world_size,
+                "model": model.describe(),
+                "config": config.to_json(),
+                "load_seconds": load_seconds,
+                "compile_seconds": compile_seconds,
+                "iterations": [sample.to_json() for sample in samples],
+                "summary": summarise(samples),
+            },
+        )
+        logger.info("timings, also in %s:\n%s", directory / "metrics.json", summary_table(samples))
     return paths
+
+
+def _resolve(config: RunConfig, session: Session) -> Source:
+    """The first rank of each machine fetches or makes the checkpoint while the others wait."""
+    recipe = find_recipe(config.model)
+    first = session.local_rank == 0
+    if first:
+        source = resolve(config.model, recipe, load_format=config.load_format)
+    session.barrier("checkpoint")
+    return source if first else resolve(config.model, recipe, load_format=config.load_format, fetch=False)
+
+
+def _compile(config: RunConfig, model: VideoModel, request: VideoRequest) -> float | None:
+    if not config.use_torch_compile:
+        return None
+    started = time.perf_counter()
+    seconds = model.compile(request)
+    logger.info(
+        "compiled the transformer's blocks in %.1f s (%.1f s with the calls that trigger it); not the decoder",
+        seconds,
+        time.perf_counter() - started,
+    )
+    return seconds
+
+
+def _rounds(count: int, replicas: int) -> Iterator[range]:
+    """Prompts that are made at the same time, one a replica."""
+    for first in range(0, count, replicas):
+        yield range(first, min(first + replicas, count))
+
+
+def _generate(
+    model: VideoModel,
+    requests: list[VideoRequest],
+    indices: range,
+    iteration: int,
+    session: Session,
+    *,
+    progress: bool,
+    deliver: bool,
+) -> list[tuple[Sample, VideoOutput | None]]:
+    """One request on each replica; on rank 0 the samples (slowest rank) and, with `deliver`, the videos of all."""
+    state = session.state
+    output, sample = None, None
+    if state.data_parallel_rank < len(indices):
+        index = indices[state.data_parallel_rank]
+        clock = StageClock(state.device)
+        reset_peak_memory(state.device)
+        output = model.generate(requests[index], timer=clock, progress=progress)
+        sample = Sample(iteration, index, dict(clock.seconds), (peak_memory_bytes(state.device),))
+    gathered = session.gather_objects(sample)
+    if deliver and state.is_replica_leader and state.data_parallel_rank and output is not None:
+        _send(output, state)
+    if state.rank != 0:
+        return []
+    results: list[tuple[Sample, VideoOutput | None]] = []
+    for replica in range(len(indices)):
+        leader = replica * state.sequence_degree
+        mine = gathered[leader : leader + state.sequence_degree]
+        delivered = output if replica == 0 else _receive(leader, state) if deliver else None
+        results.append((slowest(mine), delivered))
+    return results
+
+
+def _send(output: VideoOutput, state: ParallelState) -> None:
+    """A replica's leader to rank 0, over the group of all leaders; on the CPU, so by gloo."""
+    header = [(output.frames.shape, output.audio.shape, output.audio_sample_rate)]
+    dist.send_object_list(header, dst=0, group=state.data_parallel_group, device=torch.device("cpu"))
+    for tensor in (output.frames, output.audio):
+        dist.send(tensor.contiguous(), dst=0, group=state.data_parallel_group)
+
+
+def _receive(leader: int, state: ParallelState) -> VideoOutput:
+    header: list[Any] = [None]
+    dist.recv_object_list(header, src=leader, group=state.data_parallel_group, device=torch.device("cpu"))
+    frames_shape, audio_shape, rate = header[0]
+    output = VideoOutput(torch.empty(frames_shape, dtype=torch.uint8), torch.empty(audio_shape), rate)
+    for tensor in (output.frames, output.audio):
+        dist.recv(tensor, src=leader, group=state.data_parallel_group)
+    return output
 
 
 def _silence_loading_bars() -> None:
@@ -129,19 +230,25 @@ def make_requests(config: RunConfig) -> list[VideoRequest]:
     ]
 
 
-def _save(directory: Path, stem: str, request: VideoRequest, output: VideoOutput) -> Path:
-    path = output_path(directory, stem)
-    writer = VideoWriter(
-        path,
-        height=request.height,
-        width=request.width,
-        frame_rate=request.frame_rate,
-        audio=output.audio,
-        audio_sample_rate=output.audio_sample_rate,
-    )
-    with writer:
-        writer.write(output.frames)
-    return path
+def _save(
+    directory: Path, stem: str, request: VideoRequest, output: VideoOutput, sample: Sample, session: Session
+) -> tuple[Path, Sample]:
+    """Write the mp4 under a free name and add the seconds it took to the sample."""
+    clock = StageClock(torch.device("cpu"))
+    with clock("mux"):
+        path = output_path(directory, stem)
+        session.on_abort(lambda: partial_path(path).unlink(missing_ok=True))
+        writer = VideoWriter(
+            path,
+            height=request.height,
+            width=request.width,
+            frame_rate=request.frame_rate,
+            audio=output.audio,
+            audio_sample_rate=output.audio_sample_rate,
+        )
+        with writer:
+            writer.write(output.frames)
+    return path, replace(sample, stage_seconds=sample.stage_seconds | clock.seconds)
 
 
 def sidecar(

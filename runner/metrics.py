@@ -12,12 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed request: seconds by stage, in order, and the peak memory in bytes while it ran."""
+    """One timed request: seconds by stage, in order, and each rank's peak memory in bytes while it ran."""
 
     iteration: int
     prompt_index: int
     stage_seconds: dict[str, float]
-    peak_memory_bytes: int
+    peak_memory_bytes: tuple[int, ...]
 
     @property
     def total_seconds(self) -> float:
@@ -32,7 +32,8 @@ class Sample:
             "prompt_index": self.prompt_index,
             **stages,
             "total_seconds": self.total_seconds,
-            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak_memory_bytes": max(self.peak_memory_bytes),
+            "peak_memory_bytes_per_rank": list(self.peak_memory_bytes),
         }
 
 
@@ -55,6 +56,17 @@ class StageClock:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def slowest(samples: Sequence[Sample]) -> Sample:
+    """One sample for a request that several ranks made together: each stage by its slowest rank, every peak."""
+    stages = list(dict.fromkeys(stage for sample in samples for stage in sample.stage_seconds))
+    return Sample(
+        samples[0].iteration,
+        samples[0].prompt_index,
+        {stage: max(sample.stage_seconds.get(stage, 0.0) for sample in samples) for stage in stages},
+        tuple(peak for sample in samples for peak in sample.peak_memory_bytes),
+    )
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -104,6 +116,6 @@ def summary_table(samples: Sequence[Sample]) -> str:
         median, low, high = row["median_seconds"], row["min_seconds"], row["max_seconds"]
         share = "" if stage == "mux" else f"{median / total:.0%}"
         lines.append(f"{stage:<14}{median:>10.3f}{low:>10.3f}{high:>10.3f}{share:>8}")
-    peak = max(sample.peak_memory_bytes for sample in samples) / 2**30
+    peak = max(max(sample.peak_memory_bytes) for sample in samples) / 2**30
     lines.append(f"peak memory {peak:.2f} GiB over {len(samples)} timed request{'s' if len(samples) > 1 else ''}")
     return "\n".join(lines)

@@ -177,6 +177,7 @@ def memory_problem(
             "num_frames": config.num_frames,
             "dtype": config.dtype,
             "offload": config.enable_model_cpu_offload,
+            "sequence_degree": config.sequence_degree,
         } | changes
         return estimate(config.recipe, load_format=config.load_format, model=config.model, **request)["peak"]
 

@@ -11,7 +11,7 @@ from runner.checks import check
 from runner.config import RunConfig
 from runner.errors import UsageError
 from runner.plan import memory_problem, plan
-from runner_models.api import CheckpointError
+from runner_models.api import SetupError
 from runner_models.ltx2.memory import estimate
 
 
@@ -59,6 +59,7 @@ def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> 
         load_format=config.load_format,
         model=config.model,
         offload=config.enable_model_cpu_offload,
+        sequence_degree=config.sequence_degree,
     )
     return plan(
         config,
@@ -71,7 +72,7 @@ def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> 
 def _memory_problem(config: RunConfig, environ: Mapping[str, str]) -> str | None:
     try:
         return memory_problem(config, estimate=estimate, available_bytes=available_bytes(config, environ=environ))
-    except CheckpointError as error:
+    except SetupError as error:
         raise UsageError(str(error)) from error
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from runner_models.ltx2.recipes import DISTILLED, FULL, Recipe
 
 if TYPE_CHECKING:
+    from layers.parallel_state import ParallelState
+    from runner_models.ltx2.load import Source
     from runner_models.ltx2.pipeline import Ltx2Model
 
 HUB_REPOSITORY = "Lightricks/LTX-2.5-Diffusers"
@@ -65,27 +67,63 @@ def split_folder(model: str) -> tuple[Path, Recipe]:
 
 
 def load_model(
-    model: str, *, device: str = "cpu", dtype: str = "float32", load_format: str = "auto", offload: bool = False
+    model: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    load_format: str = "auto",
+    offload: bool = False,
+    attention_backend: str | None = None,
+    source: Source | None = None,
+    state: ParallelState | None = None,
 ) -> Ltx2Model:
     """Find, load and return a model, ready to generate.
 
     Args:
         model: a registered name, or a checkpoint folder (see `find_recipe`).
-        device: a torch device, "cpu" or "cuda".
+        device: a torch device, "cpu" or "cuda"; `state.device` wins.
         dtype: "float32", "bfloat16" or "float16".
         load_format: "auto" reads the checkpoint; "dummy" builds the released architecture with random weights.
         offload: keep each component on the host except while it runs; needs a GPU.
+        attention_backend: kernel of the video self-attention, a name of `layers.attention_backends`; None for torch's.
+        source: what `runner_models.ltx2.load.resolve` found, where the caller has asked it already.
+        state: this process's place among its ranks; None for one process.
 
     Raises:
-        ValueError: an unknown model; `CheckpointError`, one of them, for a checkpoint that cannot be used.
+        ValueError: an unknown model; `SetupError`, one of them, for a checkpoint that cannot be used, ranks that do not
+            divide its heads, or an attention backend that this machine lacks. All before any weight is read.
     """
     import torch
 
-    from runner_models.ltx2.load import load, resolve
+    from layers.attention_backends import select_backend
+    from layers.parallel_state import ParallelState, check_degrees
+    from runner_models.api import SetupError
+    from runner_models.ltx2.load import load, resolve, transformer_config
     from runner_models.ltx2.pipeline import Ltx2Model
 
     recipe = find_recipe(model)
-    source = resolve(model, recipe, load_format=load_format)
-    where = torch.device(device)
-    parts = load(source, recipe, device=where, dtype=getattr(torch, dtype), offload=offload)
-    return Ltx2Model(parts, recipe, source=source, device=where, offload=offload)
+    state = state or ParallelState(device=torch.device(device))
+    source = source or resolve(model, recipe, load_format=load_format)
+    torch_dtype = getattr(torch, dtype)
+    transformer = transformer_config(source, recipe)
+    backend = None
+    try:
+        check_degrees(
+            world_size=state.world_size,
+            ulysses_degree=state.ulysses_degree,
+            ring_degree=state.ring_degree,
+            data_parallel_degree=state.data_parallel_degree,
+            num_heads=transformer["num_attention_heads"],
+        )
+        if attention_backend is not None or state.ring_degree > 1:
+            backend = select_backend(
+                attention_backend,
+                device=state.device,
+                dtype=torch_dtype,
+                head_dim=transformer["attention_head_dim"],
+                needs_lse=state.ring_degree > 1,
+            )
+    except ValueError as error:
+        raise SetupError(str(error)) from error
+    parts = load(source, recipe, device=state.device, dtype=torch_dtype, offload=offload)
+    return Ltx2Model(parts, recipe, source=source, state=state, backend=backend, offload=offload)

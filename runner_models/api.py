@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used as asked; the message says what to do. Raised before any weight is read."""
+class SetupError(ValueError):
+    """What was asked cannot be set up here; the message says what to do. Raised before any weight is read."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,15 @@ class VideoModel(Protocol):
 
     stages: tuple[str, ...]
 
-    def generate(self, request: VideoRequest, *, timer: StageTimer, progress: bool) -> VideoOutput:
-        """Make one video. `progress` shows bars on stderr. Reads the seed only from the request."""
+    def generate(self, request: VideoRequest, *, timer: StageTimer, progress: bool) -> VideoOutput | None:
+        """Make one video; every rank of a replica calls it with the same request, its leader alone gets the output.
+
+        `progress` shows bars on stderr. The seed is the request's; nothing is kept from one request to the next.
+        """
+        ...
+
+    def compile(self, request: VideoRequest) -> float:
+        """torch.compile what pays for the shapes of this request; the seconds it took."""
         ...
 
     def describe(self) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from runner_models import HUB_REPOSITORY, TINY_NAMES, split_folder
-from runner_models.api import CheckpointError
+from runner_models.api import SetupError
 from runner_models.ltx2.build import COMPONENTS, build_component, component_config, make_scheduler
 from runner_models.ltx2.recipes import Recipe
 from runner_models.ltx2.tiny import stand_in_tokenizer, tiny_checkpoint
@@ -38,29 +38,42 @@ class Parts:
     diffusion_decoder: Any
 
 
-def resolve(model: str, recipe: Recipe, *, load_format: str) -> Source:
+def resolve(model: str, recipe: Recipe, *, load_format: str, fetch: bool = True) -> Source:
     """Find (and download or make) the checkpoint for `--model`, reading no weight.
 
+    With `fetch` False the hub is not asked: for the ranks of a machine where another rank has fetched it.
+
     Raises:
-        CheckpointError: a folder that lacks components, or a repository that is gated, missing or unreachable.
+        SetupError: a folder that lacks components, or a repository that is gated, missing or unreachable.
     """
     if load_format == "dummy":
         if model in TINY_NAMES or split_folder(model)[0].is_dir():
-            raise CheckpointError(
+            raise SetupError(
                 f"--load_format dummy builds the released architecture and reads no checkpoint; --model {model} names "
                 "one. Use --model LTX-2.5 or LTX-2.5-full, or leave --load_format out."
             )
-        logger.warning("--load_format dummy: random weights, the picture and the sound are noise")
+        _say_noise("--load_format dummy")
         return Source(None, "dummy", random_weights=True)
     if model in TINY_NAMES:
-        logger.warning("--model %s: random weights, the picture and the sound are noise", model)
+        _say_noise(f"--model {model}")
         folder = tiny_checkpoint()
         return Source(folder, folder.name, random_weights=True)
     folder, _ = split_folder(model)
     if not folder.is_dir():
-        folder = _download(recipe)
+        folder = _download(recipe, local_files_only=not fetch)
         return Source(_checked(folder, recipe, model), folder.name, random_weights=False)
     return Source(_checked(folder, recipe, model), None, random_weights=False)
+
+
+def _say_noise(flag: str) -> None:
+    logger.info("%s: random weights, the picture and the sound are noise", flag)
+
+
+def transformer_config(source: Source, recipe: Recipe) -> dict[str, Any]:
+    """The transformer's config, read without building it."""
+    if source.folder is None:
+        return component_config("transformer")
+    return json.loads((source.folder / recipe.transformer_subfolder / "config.json").read_text())
 
 
 def needed_folders(recipe: Recipe) -> tuple[str, ...]:
@@ -74,17 +87,13 @@ def _checked(folder: Path, recipe: Recipe, model: str) -> Path:
     for name in needed_folders(recipe):
         files = [path.name for path in (folder / name).glob("*")] if (folder / name).is_dir() else []
         if not files:
-            raise CheckpointError(
-                f"--model {model}: {folder} has no {name}/; the layout of {HUB_REPOSITORY} is needed."
-            )
+            raise SetupError(f"--model {model}: {folder} has no {name}/; the layout of {HUB_REPOSITORY} is needed.")
         if name not in no_weights and not any(file.endswith(".safetensors") for file in files):
-            raise CheckpointError(
-                f"--model {model}: {folder / name} has no .safetensors file; other formats are not read."
-            )
+            raise SetupError(f"--model {model}: {folder / name} has no .safetensors file; other formats are not read.")
     return folder
 
 
-def _download(recipe: Recipe) -> Path:
+def _download(recipe: Recipe, *, local_files_only: bool) -> Path:
     """Fetch what this recipe needs from the hub (safetensors and json only) and return the snapshot folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -101,23 +110,23 @@ def _download(recipe: Recipe) -> Path:
     page = f"https://huggingface.co/{HUB_REPOSITORY}"
     otherwise = "or give a local folder: --model /path/to/LTX-2.5-Diffusers (--model tiny needs no weights)"
     try:
-        return Path(snapshot_download(HUB_REPOSITORY, allow_patterns=patterns))
+        return Path(snapshot_download(HUB_REPOSITORY, allow_patterns=patterns, local_files_only=local_files_only))
     except GatedRepoError as error:
-        raise CheckpointError(
+        raise SetupError(
             f"{HUB_REPOSITORY} is gated: accept its terms at {page}, set HF_TOKEN to a token of that account, "
             f"{otherwise}."
         ) from error
     except RepositoryNotFoundError as error:
-        raise CheckpointError(
+        raise SetupError(
             f"{HUB_REPOSITORY} was not found, or is not visible to this token: check HF_TOKEN, {otherwise}."
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise CheckpointError(
+        raise SetupError(
             f"{HUB_REPOSITORY} is not in the local cache and the hub cannot be reached: connect, set HF_HOME to a "
             f"cache that holds it, {otherwise}."
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"downloading {HUB_REPOSITORY} failed ({error}); try again, {otherwise}.") from error
+        raise SetupError(f"downloading {HUB_REPOSITORY} failed ({error}); try again, {otherwise}.") from error
 
 
 def parameter_counts(folder: Path, recipe: Recipe) -> dict[str, int]:

@@ -31,8 +31,11 @@ def estimate(
     load_format: str,
     model: str,
     offload: bool = False,
+    sequence_degree: int = 1,
 ) -> dict[str, int]:
-    """Bytes by item: `weights`, `denoise` and `decode` activations, and `peak`.
+    """Bytes of one rank by item: `weights`, `denoise` and `decode` activations, and `peak`.
+
+    Every rank holds all weights; the video tokens are shared by `sequence_degree` ranks, and the first decodes alone.
 
     `peak` is the weights (with `offload` the largest component) plus the larger of the two activations.
     """
@@ -43,7 +46,7 @@ def estimate(
     weights = _weights(folder, recipe, tiny)
     inner_width, decode_width = TINY_WIDTHS if tiny else _widths(folder, recipe)
     stages = token_counts(recipe, height=height, width=width, num_frames=num_frames, frame_rate=recipe.frame_rate)
-    tokens = max(stage.video for stage in stages)
+    tokens = -(-max(stage.video for stage in stages) // sequence_degree)
     batch = 2 if max(recipe.video.cfg, recipe.audio.cfg) > 1 else 1
     denoise = int(DENOISE_TENSORS * batch * tokens * inner_width * element)
     decode = int(DECODE_TENSORS * num_frames * (height // 4) * (width // 4) * decode_width * element)

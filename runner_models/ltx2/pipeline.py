@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from layers.attention_backends import DEFAULT_BACKEND, AttentionBackend
 from layers.neighborhood_attention import neighborhood_attention_sdpa
+from layers.parallel_state import ParallelState
 from runner_models.api import StageTimer, VideoOutput, VideoRequest
 from runner_models.ltx2.attention import NeighborhoodAttnProcessor
+from runner_models.ltx2.compilation import compile_blocks, compile_seconds
 from runner_models.ltx2.load import Parts, Source
 from runner_models.ltx2.pixels import to_uint8
 from runner_models.ltx2.recipes import DEFAULT_NEGATIVE_PROMPT, DISTILLED_SIGMAS, STAGE_2_SIGMAS, Guidance, Recipe
+from runner_models.ltx2.transformer import parallelize
 
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}]"
 
@@ -27,14 +31,28 @@ class Ltx2Model:
     """A loaded LTX-2.5 (a `runner_models.api.VideoModel`): load once, generate many."""
 
     def __init__(
-        self, parts: Parts, recipe: Recipe, *, source: Source, device: torch.device, offload: bool = False
+        self,
+        parts: Parts,
+        recipe: Recipe,
+        *,
+        source: Source,
+        state: ParallelState,
+        backend: AttentionBackend | None = None,
+        offload: bool = False,
     ) -> None:
-        """`offload` keeps each model on the host except while it runs; `parts` must then be on the CPU."""
+        """Spread `parts` over the ranks of `state`, each with a whole copy.
+
+        `backend` is the kernel of video self-attention, None for torch's own. `offload` keeps each model on the host
+        except while it runs; `parts` must then be on the CPU.
+        """
         from diffusers import LTX2ImageToVideoPipeline, LTX2LatentUpsamplePipeline
 
         self.recipe = recipe
         self.source = source
-        self.device = device
+        self.state = state
+        self.device = state.device
+        self.attention_backend = backend.name if backend else DEFAULT_BACKEND
+        parallelize(parts.pipeline.transformer, state, backend=backend)
         self.text_to_video = parts.pipeline
         self.image_to_video = LTX2ImageToVideoPipeline(**parts.pipeline.components)
         self.upsample = None
@@ -77,18 +95,26 @@ class Ltx2Model:
         return replace(defaults, **changes)
 
     @torch.inference_mode()
+    def compile(self, request: VideoRequest) -> float:
+        """Compile the transformer's blocks for the shapes of `request` and return the seconds spent compiling.
+
+        Runs each denoising stage with two steps, which is every graph there is; the video decoder is not compiled.
+        """
+        compile_blocks(self.text_to_video.transformer)
+        before = compile_seconds()
+        self._denoise(replace(request, num_inference_steps=2), steps=2)
+        return compile_seconds() - before
+
+    @torch.inference_mode()
     def generate(
         self, request: VideoRequest, *, timer: StageTimer = lambda stage: nullcontext(), progress: bool = False
-    ) -> VideoOutput:
+    ) -> VideoOutput | None:
         """Make one video; see `runner_models.api.VideoModel`."""
-        pipe = self.text_to_video if request.image is None else self.image_to_video
-        generator = torch.Generator(self.device).manual_seed(request.seed)
-        with timer("encode"):
-            prompts = self._encode(pipe, request)
-        if self.recipe.stages == 2:
-            video_latents, audio_latents = self._two_stages(pipe, request, prompts, generator, timer, progress)
-        else:
-            video_latents, audio_latents = self._one_stage(pipe, request, prompts, generator, timer, progress)
+        # Every rank encodes the prompt and draws the whole noise, from one seed: the embeddings of one prompt are 385
+        # MB in bf16, more to send than to compute.
+        video_latents, audio_latents, generator = self._denoise(request, timer=timer, progress=progress)
+        if not self.state.is_replica_leader:
+            return None
         with timer("audio_decode"):
             audio = self._decode_audio(audio_latents)
         with timer("video_decode"):
@@ -105,6 +131,7 @@ class Ltx2Model:
             "random_weights": self.source.random_weights,
             "device": str(self.device),
             "dtype": str(self.text_to_video.transformer.dtype).removeprefix("torch."),
+            "attention_backend": self.attention_backend,
             "decoder_attention": "sdpa",
         }
 
@@ -150,50 +177,38 @@ class Ltx2Model:
         }
         return options if request.image is None else options | {"image": request.image}
 
-    def _two_stages(
+    def _denoise(
         self,
-        pipe: Any,
         request: VideoRequest,
-        prompts: dict[str, Any],
-        generator: torch.Generator,
-        timer: StageTimer,
-        progress: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.upsample is not None
+        *,
+        timer: StageTimer = lambda stage: nullcontext(),
+        progress: bool = False,
+        steps: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Generator]:
+        """Prompt to denormalised video and audio latents, and the generator as it then stands.
+
+        `steps` cuts the schedule of each stage short.
+        """
+        pipe = self.text_to_video if request.image is None else self.image_to_video
+        generator = torch.Generator(self.device).manual_seed(request.seed)
+        with timer("encode"):
+            prompts = self._encode(pipe, request)
         options = self._denoise_options(pipe, request, prompts, generator)
+        full = {"height": request.height, "width": request.width}
+        if self.upsample is None:
+            with timer("stage1"):
+                _configure_bar(pipe, "denoise", progress)
+                return *pipe(num_inference_steps=request.num_inference_steps, **full, **options), generator
         with timer("stage1"):
             _configure_bar(pipe, "stage 1", progress)
             half = {"height": request.height // 2, "width": request.width // 2}
-            video_latents, audio_latents = pipe(sigmas=list(DISTILLED_SIGMAS), **half, **options)
+            video_latents, audio_latents = pipe(sigmas=list(DISTILLED_SIGMAS[:steps]), **half, **options)
         with timer("upsample"):
             video_latents = self.upsample(latents=video_latents, output_type="latent", return_dict=False)[0]
         with timer("stage2"):
             _configure_bar(pipe, "stage 2", progress)
-            return pipe(
-                height=request.height,
-                width=request.width,
-                sigmas=list(STAGE_2_SIGMAS),
-                noise_scale=STAGE_2_SIGMAS[0],
-                latents=video_latents,
-                audio_latents=audio_latents,
-                **options,
-            )
-
-    def _one_stage(
-        self,
-        pipe: Any,
-        request: VideoRequest,
-        prompts: dict[str, Any],
-        generator: torch.Generator,
-        timer: StageTimer,
-        progress: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        options = self._denoise_options(pipe, request, prompts, generator)
-        with timer("stage1"):
-            _configure_bar(pipe, "denoise", progress)
-            return pipe(
-                height=request.height, width=request.width, num_inference_steps=request.num_inference_steps, **options
-            )
+            start = {"latents": video_latents, "audio_latents": audio_latents, "noise_scale": STAGE_2_SIGMAS[0]}
+            return *pipe(sigmas=list(STAGE_2_SIGMAS[:steps]), **start, **full, **options), generator
 
     def _decode_audio(self, latents: torch.Tensor) -> torch.Tensor:
         """(1, 8, L, mel/4) latents -> (channels, samples) fp32 on the CPU."""

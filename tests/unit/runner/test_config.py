@@ -257,7 +257,7 @@ def test_plan_full() -> None:
 def fake_estimate(recipe: Recipe, *, height: int, width: int, num_frames: int, **rest: Any) -> dict[str, int]:
     """One byte a pixel and element byte, plus 1 MB of weights that offloading halves."""
     assert recipe in (DISTILLED, FULL)
-    assert rest.keys() == {"dtype", "load_format", "model", "offload"}
+    assert rest.keys() == {"dtype", "load_format", "model", "offload", "sequence_degree"}
     weights = 500_000 if rest["offload"] else 1_000_000
     return {"peak": weights + height * width * num_frames * (4 if rest["dtype"] == "float32" else 2)}
 
@@ -271,7 +271,15 @@ def offers(run: RunConfig, available_bytes: int, estimate: Callable[..., dict[st
 def test_a_request_that_fits_is_no_problem() -> None:
     run = check(config(height=256, width=256, num_frames=17))
     exact = fake_estimate(
-        DISTILLED, height=256, width=256, num_frames=17, dtype="float32", load_format="", model="", offload=False
+        DISTILLED,
+        height=256,
+        width=256,
+        num_frames=17,
+        dtype="float32",
+        load_format="",
+        model="",
+        offload=False,
+        sequence_degree=1,
     )["peak"]
     assert memory_problem(run, estimate=fake_estimate, available_bytes=exact) is None
     assert memory_problem(run, estimate=fake_estimate, available_bytes=exact - 1) is not None

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import errors
 
 from runner_models import find_recipe
-from runner_models.api import CheckpointError
+from runner_models.api import SetupError
 from runner_models.ltx2 import tiny
 from runner_models.ltx2.build import COMPONENTS, PARAMETERS, build_component, component_config
 from runner_models.ltx2.load import needed_folders, parameter_counts, resolve
@@ -79,11 +79,11 @@ def test_a_folder_is_checked_for_its_components(checkpoint: Path, tmp_path: Path
     shutil.copytree(checkpoint, folder)
     assert resolve(str(folder), DISTILLED, load_format="auto").folder == folder
     (folder / "vae" / "diffusion_pytorch_model.safetensors").rename(folder / "vae" / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"vae has no \.safetensors file"):
+    with pytest.raises(SetupError, match=r"vae has no \.safetensors file"):
         resolve(str(folder), DISTILLED, load_format="auto")
     (folder / "vae" / "pytorch_model.bin").rename(folder / "vae" / "diffusion_pytorch_model.safetensors")
     shutil.rmtree(folder / "latent_upsampler")
-    with pytest.raises(CheckpointError, match="has no latent_upsampler/"):
+    with pytest.raises(SetupError, match="has no latent_upsampler/"):
         resolve(str(folder), DISTILLED, load_format="auto")
     assert "latent_upsampler" not in needed_folders(FULL)
 
@@ -106,7 +106,7 @@ def test_hub_errors_say_what_to_do(kind: type[Exception], message: str, monkeypa
         raise kind("no")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(SetupError, match=message) as caught:
         resolve("LTX-2.5", DISTILLED, load_format="auto")
     assert "\n" not in str(caught.value)
     assert "--model /path/to" in str(caught.value)
@@ -115,7 +115,7 @@ def test_hub_errors_say_what_to_do(kind: type[Exception], message: str, monkeypa
 def test_only_what_is_needed_is_downloaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, list[str]] = {}
 
-    def download(repository: str, *, allow_patterns: list[str]) -> str:
+    def download(repository: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
         asked[repository] = allow_patterns
         return str(checkpoint)
 
@@ -131,7 +131,7 @@ def test_only_what_is_needed_is_downloaded(checkpoint: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("model", ["tiny", "FOLDER"])
 def test_dummy_refuses_a_checkpoint(model: str, checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match="--load_format dummy builds the released architecture"):
+    with pytest.raises(SetupError, match="--load_format dummy builds the released architecture"):
         resolve(model.replace("FOLDER", str(checkpoint)), DISTILLED, load_format="dummy")
 
 
