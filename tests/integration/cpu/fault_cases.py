@@ -56,6 +56,8 @@ def _go_wrong(case: str, session: Session, *, is_culprit: bool) -> None:
         if is_culprit:
             time.sleep(60)
         _point_to_point(state)
+    elif case == "all stuck":  # in C++, where no Python handler runs; the test sends the signal
+        dist.recv(torch.empty(4), (state.rank + 1) % state.world_size)
     elif case == "stuck in a collective":  # the test sends the signal
         if is_culprit:
             session.barrier("never")

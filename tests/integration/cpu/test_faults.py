@@ -67,9 +67,16 @@ def test_rank_killed(culprit: int, tmp_path: Path) -> None:
     assert not survivors & {path.name for path in tmp_path.glob("*.part")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_while_stuck_in_a_collective(number: signal.Signals, tmp_path: Path) -> None:
-    processes, _ = start_ranks(run_fault, WORLD, "stuck in a collective", 1, str(tmp_path))
+@pytest.mark.parametrize(
+    ("case", "number"),
+    [
+        ("stuck in a collective", signal.SIGTERM),
+        ("stuck in a collective", signal.SIGINT),
+        pytest.param("all stuck", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_signal_while_stuck(case: str, number: signal.Signals, tmp_path: Path) -> None:
+    processes, _ = start_ranks(run_fault, WORLD, case, 1, str(tmp_path))
     _wait_for(lambda: len(list(tmp_path.glob("half*"))) == WORLD)
     time.sleep(1)
     for process in processes:
