@@ -7,6 +7,7 @@ their names. An operator's input may be freed while it runs; its output may be r
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # gives the operators the shapes that tracing needs
 
 _ops = torch.ops._c10d_functional
 
