@@ -4,7 +4,13 @@ One contract, several implementations: reference (the definition), sdpa (any dev
 q, k, v are (B, T, H, W, heads, head_dim); q is pre-scaled.
 """
 
+from layers.neighborhood_attention.flash import MAX_SOFTMAX_BOUND, na3d_flash_attn
 from layers.neighborhood_attention.reference import neighborhood_attention_reference
 from layers.neighborhood_attention.sdpa import neighborhood_attention_sdpa
 
-__all__ = ["neighborhood_attention_reference", "neighborhood_attention_sdpa"]
+__all__ = [
+    "MAX_SOFTMAX_BOUND",
+    "na3d_flash_attn",
+    "neighborhood_attention_reference",
+    "neighborhood_attention_sdpa",
+]
