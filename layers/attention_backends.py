@@ -110,6 +110,16 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> AttentionBacken
     return _build(DEFAULT_BACKEND, device, dtype)
 
 
+def few_queries_lse(device: torch.device, dtype: torch.dtype) -> AttendLse:
+    """Torch's attention with log-sum-exp for a handful of queries, down to one; not probed.
+
+    Not cuDNN, whatever the device: torch refuses it sequences of length 1, and with few queries it has no advantage.
+    """
+    if device.type == "cpu":
+        return _flash_cpu
+    return _efficient if dtype == torch.float32 else _flash
+
+
 def available_backends(device: torch.device, *, dtype: torch.dtype, head_dim: int = 128) -> list[BackendStatus]:
     """Probe every known dense backend on this device."""
     names = TORCH_BACKENDS + XFUSER_BACKENDS

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
     apply_split_rotary_emb,
 )
 
-from layers.attention_backends import DEFAULT_BACKEND, AttendLse, AttentionBackend, default_backend
+from layers.attention_backends import DEFAULT_BACKEND, AttendLse, AttentionBackend, default_backend, few_queries_lse
 from layers.parallel_state import ParallelState, valid_tokens
 from layers.partial_attention import all_gather_parts, attend_part, merge_parts
 from layers.ring import ring_attention
@@ -68,8 +68,7 @@ def parallelize(
         raise ValueError(f"--ulysses_degree {state.ulysses_degree} does not divide {heads} attention heads.")
     if state.ring_degree > 1 and backend is not None and backend.attend_lse is None:
         raise ValueError(f"--attention_backend {backend.name} gives no log-sum-exp, which --ring_degree needs.")
-    default = default_backend(state.device, transformer.dtype)
-    backend = backend or default
+    backend = backend or default_backend(state.device, transformer.dtype)
     processors: list[tuple[LTX2Attention, Any]] = []
     hooks: list[torch.utils.hooks.RemovableHandle] = []
     call = _Call()
@@ -78,8 +77,8 @@ def parallelize(
         if state.sequence_degree > 1 or backend.name != DEFAULT_BACKEND:
             processors.append(_swap(block.attn1, VideoSelfAttention(state, call, backend=backend)))
         if state.sequence_degree > 1:
-            # Whatever is named for attn1: torch's kernel gives the log-sum-exp, and these keys are few.
-            v2a = VideoToAudioAttention(state, call, attend_lse=default.attend_lse)
+            # Whatever is named for attn1: this one gives the log-sum-exp, and its queries are few.
+            v2a = VideoToAudioAttention(state, call, attend_lse=few_queries_lse(state.device, transformer.dtype))
             processors.append(_swap(block.video_to_audio_attn, v2a))
     if state.sequence_degree > 1:
         sharding = ShardedForward(state, call)
@@ -233,10 +232,9 @@ class VideoToAudioAttention:
     from each rank to each other one.
     """
 
-    def __init__(self, state: ParallelState, call: _Call, *, attend_lse: AttendLse | None) -> None:
+    def __init__(self, state: ParallelState, call: _Call, *, attend_lse: AttendLse) -> None:
         self.state = state
         self.call = call
-        assert attend_lse is not None
         self.attend_lse = attend_lse
 
     def __call__(
