@@ -113,7 +113,7 @@ def default_backend(device: torch.device, dtype: torch.dtype) -> AttentionBacken
 def few_queries_lse(device: torch.device, dtype: torch.dtype) -> AttendLse:
     """Torch's attention with log-sum-exp for a handful of queries, down to one; not probed.
 
-    Not cuDNN, whatever the device: torch refuses it sequences of length 1, and with few queries it has no advantage.
+    Not cuDNN, whatever the device: it plans a kernel per shape, and the audio stream may be a single token.
     """
     if device.type == "cpu":
         return _flash_cpu
