@@ -38,23 +38,23 @@ def check(fact, arch, config, head_dim):
     assert fact["narrow_loads"] == 0, fact
     assert fact["alias"] == [], fact
     assert fact["matrix"], fact
-    if getattr(config, "max_registers", 0):
-        # A limit for one more program per multiprocessor: a few words of stack outside the loop over planes pay for it.
-        assert fact["spills"][:1] in ([0], []), fact
-        assert fact["stack_bytes"] <= 64, fact
-    else:
-        assert sum(fact["spills"]) == 0, fact
-        assert fact["stack_bytes"] == 0, fact
-    block = 2 * (math.prod(config.tile) if not isinstance(config, RowConfig) else config.block_q) * config.block_kv
+    # No spill where the work is. NVIDIA kernels at their register limit keep a few words on the stack around the loops.
+    assert fact["spills"][:1] in ([0], []), fact
+    assert fact["stack_bytes"] <= (0 if arch.startswith("gfx") else 96), fact
     if isinstance(config, RowConfig):
-        # The published configs give one 16-row block to 4 warps, which all repeat the scores on AMD (2.5x the work).
-        least, most = block * 2 * head_dim, block * head_dim * (config.warps + 1)
-        assert all(least <= flops <= most for flops in fact["flops_per_block"]), fact
-    elif arch != "sm100":  # tcgen05 multiplies a whole block in one instruction of one thread: nothing to count
-        mask = block * config.mask_channels  # the compiler may hoist it out of the loop over planes
-        allowed = {mask, block * 2 * head_dim, block * 2 * head_dim + mask}
-        assert set(fact["flops_per_block"]) <= allowed, (fact, allowed)
-        assert max(fact["flops_per_block"]) >= block * 2 * head_dim
+        # The published blocks give 16 or 32 rows to 4 warps, which on AMD repeat the scores: up to 3x the work.
+        flops = na_compile.algebraic_flops(config, head_dim)
+        assert all(flops <= found <= flops * config.warps for found in fact["flops_per_block"]), fact
+        return
+    if arch == "sm100" or (head_dim == 256 and arch == "sm80"):
+        # tcgen05 multiplies a whole block in one instruction of one thread: nothing to count. head_dim 256 on sm80 has
+        # registers for 32 queries only, of which 8 warps repeat the scores.
+        return
+    block = 2 * math.prod(config.tile) * config.block_kv
+    mask = block * config.mask_channels  # the compiler may hoist it out of the loop over planes
+    allowed = {mask, block * 2 * head_dim, block * 2 * head_dim + mask}
+    assert set(fact["flops_per_block"]) <= allowed, (fact, allowed)
+    assert max(fact["flops_per_block"]) >= block * 2 * head_dim
 
 
 def test_duplicated_work_would_be_seen(compiling):
@@ -93,3 +93,15 @@ def test_every_architecture_has_a_config():
         for kernel in (*DECODER_KERNELS, WIDE):
             loaded.row(kernel, 64)
             assert loaded.schedule(kernel, 64) == ("tile" if arch == "sm90" else "race")
+
+
+def test_the_search_for_overwritten_operands_finds_one():
+    """A wgmma whose operand A comes from outside the loop, in registers that the loop then writes (a bug of ptxas)."""
+    loop = [
+        "/*0100*/ HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24 ;",
+        "/*0110*/ F2FP.BF16.F32.PACK_AB R5, R25, R24 ;",
+    ]
+    assert na_compile._aliased_operands(loop) == [loop[0]]
+    assert na_compile._aliased_operands([loop[0], loop[1].replace("R5", "R9")]) == []
+    reloaded = ["/*00f0*/ LDSM.16.M88.4 R4, [R80] ;", *loop]
+    assert na_compile._aliased_operands(reloaded) == []
