@@ -286,7 +286,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "versions": versions,
         "commit": _commit(),
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name.replace("__main__.py", "runner"), *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
@@ -301,5 +301,5 @@ def _commit() -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("commit unknown: %s", error)
+        logger.info("commit unknown: %s", error)
         return None

@@ -37,7 +37,8 @@ def estimate(
 
     Every rank holds all weights; the video tokens are shared by `sequence_degree` ranks, and the first decodes alone.
 
-    `peak` is the weights (with `offload` the largest component) plus the larger of the two activations.
+    `peak` is the weights plus the larger of the two activations; with `offload`, the most that one component needs
+    while it runs alone.
     """
     element = DTYPE_BYTES[dtype]
     tiny = model in TINY_NAMES and load_format != "dummy"
@@ -50,12 +51,15 @@ def estimate(
     batch = 2 if max(recipe.video.cfg, recipe.audio.cfg) > 1 else 1
     denoise = int(DENOISE_TENSORS * batch * tokens * inner_width * element)
     decode = int(DECODE_TENSORS * num_frames * (height // 4) * (width // 4) * decode_width * element)
-    resident = max(weights.values()) if offload else sum(weights.values())
+    total = sum(weights.values()) * element
+    alone = {name: count * element for name, count in weights.items()}
+    alone["transformer"] += denoise
+    alone["diffusion_decoder"] += decode
     return {
-        "weights": sum(weights.values()) * element,
+        "weights": total,
         "denoise": denoise,
         "decode": decode,
-        "peak": resident * element + max(denoise, decode),
+        "peak": max(alone.values()) if offload else total + max(denoise, decode),
     }
 
 

@@ -219,10 +219,6 @@ class Ltx2Model:
     def _decode_video(self, latents: torch.Tensor, generator: torch.Generator, progress: bool) -> torch.Tensor:
         """(1, 128, T, H/32, W/32) denormalised latents -> (F, H, W, 3) uint8 on the CPU."""
         latents = latents.to(self.device, self.decoder.dtype)
-        if self.device.type == "cuda":
-            # Blocks cached by the denoising stages do not fit the decode's tensors of several GiB: at 1536x1024x121 on
-            # an H200 they kept 8.6 GiB of 139 from it and it ran out of memory.
-            torch.cuda.empty_cache()
         with _block_bar(self.decoder, progress):
             video = self.decoder.decode(latents, generator=generator, return_dict=False)[0]
         return to_uint8(video)[0].cpu()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,15 @@ def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
     assert [sample["prompt_index"] for sample in metrics["iterations"]] == [0, 1, 2]
     assert [len(sample["peak_memory_bytes_per_rank"]) for sample in metrics["iterations"]] == [2, 2, 2]
     assert done.stderr.count("loaded tiny") == 1, "rank 0 alone reports"
+
+
+def test_the_python_in_the_readme_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second = (path.read_bytes() for path in sorted(tmp_path.glob("cat_*.mp4")))
+    assert first != second
 
 
 _REFUSED = [
