@@ -94,7 +94,7 @@ def _milliseconds(
     times = []
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # half a millisecond in which the host runs ahead: its launch cost is not timed
+        torch.cuda._sleep(1_000_000)  # half a millisecond in which the host runs ahead: its launches are not timed
         start.record()
         na3d_flash_attn(q, k, v, kernel_size, config=config)
         end.record()
