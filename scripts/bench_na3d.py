@@ -101,7 +101,7 @@ def variants_of(kernel: tuple[int, int, int]) -> dict[str, Callable[..., torch.T
 
 
 def dense_ceiling() -> tuple[Callable[[], torch.Tensor], float]:
-    """A dense cuDNN SDPA call of about 20 ms and its FLOPs: long enough that the power limit holds it as it holds us."""
+    """A dense cuDNN SDPA call and its FLOPs; about 20 ms, so that the power limit holds it as it holds us."""
     length, heads = 32768, 16
     q, k, v = (torch.randn(2, heads, length, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(3))
 

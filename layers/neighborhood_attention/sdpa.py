@@ -61,8 +61,8 @@ def neighborhood_attention_sdpa(
     q (B, Tq, Hq, Wq, heads, head_dim) pre-scaled; k, v (B, Tk, Hk, Wk, heads, head_dim); any floating dtype, strides.
     mask_bytes limits the mask, which is built for one geometry at a time, and kv_bytes the keys and values gathered for
     one SDPA call (defaults: 1 MiB and 8 MiB on a CPU, 32 and 256 MiB elsewhere). Nothing synchronises with the device.
-    Returns q's shape and dtype, contiguous. Raises ValueError as check_inputs does, and when one window alone exceeds
-    kv_bytes.
+    A window that alone exceeds kv_bytes is walked in pieces, query by query: slow, exact and within the budget.
+    Returns q's shape and dtype, contiguous. Raises ValueError as check_inputs does.
     """
     axes = check_inputs(q, k, v, kernel_size, q_start=q_start, kv_start=kv_start, grid=grid)
     kind = "cpu" if q.device.type == "cpu" else "accelerator"
@@ -70,8 +70,7 @@ def neighborhood_attention_sdpa(
     kv_bytes = _KV_BYTES[kind] if kv_bytes is None else kv_bytes
     key_bytes = 2 * q.shape[-1] * q.element_size()
     if math.prod(axis.kernel for axis in axes) * key_bytes > kv_bytes:
-        needed = math.prod(axis.kernel for axis in axes) * key_bytes
-        raise ValueError(f"one window of {tuple(kernel_size)} keys takes {needed} bytes; kv_bytes allows {kv_bytes}")
+        return _attend_in_pieces(q, k, v, axes, kv_bytes)
     tile = _choose_tile(axes, mask_bytes // q.element_size(), kv_bytes // key_bytes, _GATHER_COST[kind])
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -191,3 +190,40 @@ def _attend(
         target = target.unflatten(i, (runs[i].count, q_lens[i]))
     counts = [run.count for run in runs]
     target.copy_(result.transpose(1, 2).reshape(*counts, *q_lens, *q.shape[3:]).permute(0, 3, 1, 4, 2, 5, 6, 7))
+
+
+def _attend_in_pieces(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: Sequence[Axis], kv_bytes: int
+) -> torch.Tensor:
+    """Each query alone, over pieces of its window merged by their running maximum, in fp32 (fp64 for fp64)."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    limit = max(1, kv_bytes // (2 * q.shape[5] * torch.finfo(exact).bits // 8))
+    piece = [1, 1, 1]
+    for i in (2, 1, 0):
+        piece[i] = min(axes[i].kernel, max(1, limit // math.prod(piece)))
+    offsets = [range(0, axis.kernel, n) for axis, n in zip(axes, piece, strict=True)]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    cells = itertools.product(range(q.shape[0]), *(range(axis.q_len) for axis in axes), range(q.shape[4]))
+    for b, t, h, w, head in cells:
+        starts = [
+            window_start(axis.q_start + i, axis.kernel, axis.length) - axis.kv_start
+            for axis, i in zip(axes, (t, h, w), strict=True)
+        ]
+        query = q[b, t, h, w, head].to(exact)
+        top = torch.full((), -math.inf, dtype=exact, device=q.device)
+        total = torch.zeros((), dtype=exact, device=q.device)
+        acc = torch.zeros_like(query)
+        for offset in itertools.product(*offsets):
+            index = tuple(
+                slice(start + o, start + min(o + n, axis.kernel))
+                for start, o, n, axis in zip(starts, offset, piece, axes, strict=True)
+            )
+            scores = k[b, ..., head, :][index].flatten(0, 2).to(exact) @ query
+            new_top = torch.maximum(top, scores.max())
+            weights = (scores - new_top).exp()
+            shrink = (top - new_top).exp()
+            total = total * shrink + weights.sum()
+            acc = acc * shrink + weights @ v[b, ..., head, :][index].flatten(0, 2).to(exact)
+            top = new_top
+        out[b, t, h, w, head] = acc / total
+    return out

@@ -179,5 +179,18 @@ def test_bad_tensors_say_what_is_allowed():
     ):
         with pytest.raises(ValueError, match=message):
             neighborhood_attention_sdpa(*bad, (3, 5, 5))
-    with pytest.raises(ValueError, match=r"one window of .* takes 4800 bytes; kv_bytes allows 4799"):
-        neighborhood_attention_sdpa(q, k, v, (3, 5, 5), kv_bytes=4799)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("keys", [1, 4, 5, 30], ids=lambda keys: f"{keys}-keys")
+def test_a_window_beyond_the_budget_is_walked_in_pieces(keys, dtype):
+    """Pieces of part of a row, of rows and of planes; with offsets, and none larger than the budget."""
+    q, k, v = make_qkv((1, 2, 3, 4, 2, 8), (1, 5, 6, 7, 2, 8), dtype=dtype)
+    offsets = {"q_start": (3, 2, 1), "kv_start": (1, 0, 0), "grid": (6, 6, 7)}
+    exact = torch.promote_types(dtype, torch.float32)
+    budget = 2 * 8 * keys * torch.finfo(exact).bits // 8
+    with LargestAllocation(q, k, v) as seen:
+        actual = neighborhood_attention_sdpa(q, k, v, (3, 5, 5), kv_bytes=budget, **offsets)
+    assert seen.nbytes <= max(budget // 2, actual.nbytes)
+    expected = neighborhood_attention_reference(q.to(exact), k.to(exact), v.to(exact), (3, 5, 5), **offsets)
+    assert relative_l2(actual, expected) < TOLERANCE[dtype]
