@@ -1,5 +1,6 @@
 """na3d_flash_attn: 3-D neighborhood flash attention in Triton."""
 
+import contextlib
 import functools
 import math
 import sys
@@ -53,12 +54,14 @@ def na3d_flash_attn(
         config = choose_config(q.device, kernel, q.shape[5], q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     bound = None if softmax_bound is None or q.dtype == torch.float16 else softmax_bound * _LOG2E
-    if isinstance(config, RowConfig):
-        if kernel[2] > config.max_kernel_w:
-            raise ValueError(f"{config} takes kernels up to {config.max_kernel_w} wide; got {kernel[2]}")
-        _launch_row(q, k, v, out, axes, kernel, bound, config)
-    else:
-        _launch_tile(q, k, v, out, axes, kernel, bound, config)
+    if isinstance(config, RowConfig) and kernel[2] > config.max_kernel_w:
+        raise ValueError(f"{config} takes kernels up to {config.max_kernel_w} wide; got {kernel[2]}")
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        if isinstance(config, RowConfig):
+            _launch_row(q, k, v, out, axes, kernel, bound, config)
+        else:
+            _launch_tile(q, k, v, out, axes, kernel, bound, config)
     return out
 
 
