@@ -10,6 +10,7 @@ sequence-parallel rank i. Only the last shards hold padding, and some may hold n
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,6 +175,19 @@ class ParallelState:
         assert self.sequence_group is not None
         joined = wait(start_all_gather(x.movedim(dim, 0).contiguous(), self.sequence_group))
         return joined[:length].movedim(0, dim)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value (small and picklable), in rank order, on every rank of the world."""
+        values = [value]
+        for degree, group in (
+            (self.sequence_degree, self.sequence_group),
+            (self.data_parallel_degree, self.data_parallel_group),
+        ):
+            if degree > 1:
+                received: list[Any] = [None] * degree
+                dist.all_gather_object(received, values, group=group)
+                values = [item for part in received for item in part]
+        return values
 
     def broadcast(self, tensors: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """Give every rank of the replica the tensors of its leader, on `device`; the other ranks pass None.
