@@ -42,6 +42,7 @@ class RunConfig:
     ring_degree: int
     data_parallel_degree: int
     attention_backend: str | None
+    decoder_attention: str
     use_torch_compile: bool
     use_parallel_vae: bool
     enable_tiling: bool

@@ -68,6 +68,7 @@ def run(config: RunConfig, session: Session) -> list[Path]:
         load_format=config.load_format,
         offload=config.enable_model_cpu_offload,
         attention_backend=config.attention_backend,
+        decoder_attention=config.decoder_attention,
         source=_resolve(config, session),
         state=state,
     )
@@ -76,6 +77,7 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     logger.info("loaded %s in %.1f s on %s", config.model, load_seconds, device_name(state.device))
     if state.sequence_degree > 1:
         logger.info("one of %d ranks decodes; --use_parallel_vae will spread it, once supported", state.sequence_degree)
+    model.prepare(requests[0])
     compile_seconds = _compile(config, model, requests[0])
     for call in range(config.warmup_calls):
         logger.info("warm-up %d of %d", call + 1, config.warmup_calls)
@@ -99,6 +101,7 @@ def run(config: RunConfig, session: Session) -> list[Path]:
                     paths.append(path)
                 samples.append(sample)
             session.barrier("round")
+    model.finish()
     if state.rank == 0:
         write_json(
             directory / "metrics.json",

@@ -100,6 +100,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("ring_degree", "int", "ranks that pass keys in a ring; 1 or more (default: 1)", default=1),
         Flag("data_parallel_degree", "int", "replicas that share the prompts; 1 or more (default: 1)", default=1),
         Flag("attention_backend", "str", "video self-attention kernel, by xfuser's names (default: torch's choice)"),
+        Flag(
+            "decoder_attention",
+            "str",
+            "video decoder's kernel: the first usable (auto), by measurement (fastest), or named (default: auto)",
+            default="auto",
+            choices=_same("auto", "fastest", "natten", "aiter", "triton", "sdpa"),
+        ),
         Flag("use_torch_compile", "bool", "compile the transformer blocks", default=False),
         Flag("use_parallel_vae", "bool", "split the video decode over the ranks", default=False),
         Flag("enable_tiling", "bool", "decode in chunks, with bounded memory", default=False),

@@ -74,6 +74,7 @@ def load_model(
     load_format: str = "auto",
     offload: bool = False,
     attention_backend: str | None = None,
+    decoder_attention: str = "auto",
     source: Source | None = None,
     state: ParallelState | None = None,
 ) -> Ltx2Model:
@@ -86,19 +87,21 @@ def load_model(
         load_format: "auto" reads the checkpoint; "dummy" builds the released architecture with random weights.
         offload: keep each component on the host except while it runs; needs a GPU.
         attention_backend: kernel of the video self-attention, a name of `layers.attention_backends`; None for torch's.
+        decoder_attention: kernel of the video decoder, a name of `layers.neighborhood_attention.select.CHOICES`.
         source: what `runner_models.ltx2.load.resolve` found, where the caller has asked it already.
         state: this process's place among its ranks; None for one process.
 
     Raises:
         ValueError: an unknown model; `SetupError`, one of them, for a checkpoint that cannot be used, ranks that do not
-            divide its heads, or an attention backend that this machine lacks. All before any weight is read.
+            divide its heads, or an attention that this machine lacks. All before any weight is read.
     """
     import torch
 
     from layers.attention_backends import select_backend
     from layers.parallel_state import ParallelState, check_degrees
     from runner_models.api import SetupError
-    from runner_models.ltx2.load import load, resolve, transformer_config
+    from runner_models.ltx2.decoder_attention import select_decoder_attention
+    from runner_models.ltx2.load import decoder_config, load, resolve, transformer_config
     from runner_models.ltx2.pipeline import Ltx2Model
 
     recipe = find_recipe(model)
@@ -125,5 +128,20 @@ def load_model(
             )
     except ValueError as error:
         raise SetupError(str(error)) from error
+    selection = select_decoder_attention(
+        decoder_attention,
+        decoder_config(source),
+        device=state.device,
+        dtype=torch_dtype,
+        everywhere=state.all_gather_object,
+    )
     parts = load(source, recipe, device=state.device, dtype=torch_dtype, offload=offload)
-    return Ltx2Model(parts, recipe, source=source, state=state, backend=backend, offload=offload)
+    return Ltx2Model(
+        parts,
+        recipe,
+        source=source,
+        state=state,
+        decoder_attention=selection,
+        backend=backend,
+        offload=offload,
+    )

@@ -55,6 +55,14 @@ class VideoModel(Protocol):
         """
         ...
 
+    def prepare(self, request: VideoRequest) -> None:
+        """Measure, on the sizes of this request, what the run chooses by measurement; every rank calls it."""
+        ...
+
+    def finish(self) -> None:
+        """Log what only the end of a run knows and add it to `describe`; every rank calls it, once."""
+        ...
+
     def compile(self, request: VideoRequest) -> float:
         """torch.compile what pays for the shapes of this request; the seconds it took."""
         ...

@@ -76,6 +76,13 @@ def transformer_config(source: Source, recipe: Recipe) -> dict[str, Any]:
     return json.loads((source.folder / recipe.transformer_subfolder / "config.json").read_text())
 
 
+def decoder_config(source: Source) -> dict[str, Any]:
+    """The diffusion decoder's config, read without building it."""
+    if source.folder is None:
+        return component_config("diffusion_decoder")
+    return json.loads((source.folder / "diffusion_decoder" / "config.json").read_text())
+
+
 def needed_folders(recipe: Recipe) -> tuple[str, ...]:
     """Sub-folders of a checkpoint that this recipe reads."""
     upsampler = ("latent_upsampler",) if recipe.stages == 2 else ()

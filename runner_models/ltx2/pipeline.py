@@ -14,11 +14,13 @@ import torch
 from tqdm import tqdm
 
 from layers.attention_backends import DEFAULT_BACKEND, AttentionBackend
-from layers.neighborhood_attention import neighborhood_attention_sdpa
+from layers.neighborhood_attention.fastest import choose_fastest
+from layers.neighborhood_attention.select import Selection, report_calls
 from layers.parallel_state import ParallelState
 from runner_models.api import StageTimer, VideoOutput, VideoRequest
-from runner_models.ltx2.attention import NeighborhoodAttnProcessor
+from runner_models.ltx2.attention import install_attention
 from runner_models.ltx2.compilation import compile_blocks, compile_seconds
+from runner_models.ltx2.decoder_attention import decoder_grids
 from runner_models.ltx2.load import Parts, Source
 from runner_models.ltx2.pixels import to_uint8
 from runner_models.ltx2.recipes import DEFAULT_NEGATIVE_PROMPT, DISTILLED_SIGMAS, STAGE_2_SIGMAS, Guidance, Recipe
@@ -37,13 +39,14 @@ class Ltx2Model:
         *,
         source: Source,
         state: ParallelState,
+        decoder_attention: Selection,
         backend: AttentionBackend | None = None,
         offload: bool = False,
     ) -> None:
         """Spread `parts` over the ranks of `state`, each with a whole copy.
 
-        `backend` is the kernel of video self-attention, None for torch's own. `offload` keeps each model on the host
-        except while it runs; `parts` must then be on the CPU.
+        `decoder_attention` is what select_decoder_attention gave. `backend` is the kernel of video self-attention, None
+        for torch's own. `offload` keeps each model on the host except while it runs; `parts` must then be on the CPU.
         """
         from diffusers import LTX2ImageToVideoPipeline, LTX2LatentUpsamplePipeline
 
@@ -59,7 +62,9 @@ class Ltx2Model:
         if parts.latent_upsampler is not None:
             self.upsample = LTX2LatentUpsamplePipeline(vae=parts.pipeline.vae, latent_upsampler=parts.latent_upsampler)
         self.decoder = parts.diffusion_decoder
-        self.decoder.set_attn_processor(NeighborhoodAttnProcessor(neighborhood_attention_sdpa))
+        self.decoder_attention = decoder_attention
+        # Offloaded weights are joined after each move.
+        install_attention(self.decoder, decoder_attention.attention, fuse=not offload)
         self.stages = tuple(
             stage
             for stage in ("encode", "stage1", "upsample", "stage2", "audio_decode", "video_decode")
@@ -93,6 +98,18 @@ class Ltx2Model:
             seed=42,
         )
         return replace(defaults, **changes)
+
+    @torch.inference_mode()
+    def prepare(self, request: VideoRequest) -> None:
+        """Measure what this run chooses by measurement; see `runner_models.api.VideoModel`."""
+        grids = decoder_grids(
+            self.decoder.config, height=request.height, width=request.width, num_frames=request.num_frames
+        )
+        choose_fastest(self.decoder_attention, grids, everywhere=self.state.all_gather_object)
+
+    def finish(self) -> None:
+        """Log what only the end of the run knows; see `runner_models.api.VideoModel`."""
+        report_calls(self.decoder_attention, everywhere=self.state.all_gather_object)
 
     @torch.inference_mode()
     def compile(self, request: VideoRequest) -> float:
@@ -132,7 +149,7 @@ class Ltx2Model:
             "device": str(self.device),
             "dtype": str(self.text_to_video.transformer.dtype).removeprefix("torch."),
             "attention_backend": self.attention_backend,
-            "decoder_attention": "sdpa",
+            "decoder_attention": self.decoder_attention.describe(),
         }
 
     def _encode(self, pipe: Any, request: VideoRequest) -> dict[str, torch.Tensor | None]:
