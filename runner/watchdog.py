@@ -125,10 +125,14 @@ class Watchdog:
         for cleanup in self.cleanups:
             with contextlib.suppress(OSError):
                 cleanup()
-        with contextlib.suppress(dist.DistError):
+        try:
             self._store.set(f"ended/{self.launch.rank}", "")
             if self._hosts_store:
                 poll(self._all_have_ended, limit_s=FAREWELL_S)
+        except dist.DistError:
+            if first:  # stay alive until the others have looked, or a slower one would speak too
+                others = set(range(self.launch.world_size)) - {self.launch.rank}
+                poll(lambda: all(self._is_dead(rank) for rank in others), limit_s=FAREWELL_S)
         sys.stdout.flush()
         os._exit(exit_code or 1)
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
@@ -35,6 +36,7 @@ def _child(function: Callable[..., Any], rank: int, world_size: int, port: int, 
     import torch
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite started in the background ignores it
     os.environ.update(rank_environment(rank, world_size, port))
     try:
         result = function(*args)

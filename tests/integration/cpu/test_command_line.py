@@ -140,7 +140,12 @@ def test_a_rank_that_goes_takes_the_run_with_it(number: signal.Signals, tmp_path
     command = [*_command(2), *SIZE, "--task", "t2v", "--ulysses_degree", "2", "--output_directory", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, "--prompt", *prompts], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        [*command, "--prompt", *prompts],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a suite run in the background
     )
     try:
         _wait_for(lambda: list(tmp_path.glob("*_0.json")), 120)
