@@ -27,8 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from layers.neighborhood_attention import configs, na3d_flash_attn, neighborhood_attention_sdpa
 
-# (T, H, W, heads), kernel: the shapes of FACTS for which other projects published times, then the largest decoder
-# stage.
+# (T, H, W, heads), kernel: shapes for which other projects published times, then the largest decoder stage.
 SHAPES = [
     ((18, 32, 48, 32), (3, 7, 7)),
     ((36, 64, 96, 8), (3, 5, 5)),

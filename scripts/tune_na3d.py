@@ -3,8 +3,9 @@
     python scripts/tune_na3d.py            (sweeps, prints, rewrites the json of this architecture)
     python scripts/tune_na3d.py --dry_run  (does not rewrite; --out keeps the times)
 
-Every candidate is checked against tiled SDPA in fp32 on a small grid, borders included, before it is timed. The rules
-of a kernel size are replaced by its fastest candidates; rules for other head_dims and kernel sizes stay.
+Every candidate is checked against tiled SDPA in fp32 on a small grid, borders included, before it is timed. All rules
+that name a swept kernel size are replaced by its fastest candidates, for head_dim up to 64; rules that name none, or
+another, stay.
 """
 
 import argparse

@@ -107,7 +107,7 @@ class _Rule:
 
 @dataclass(frozen=True)
 class ArchConfig:
-    """The content of one json. `measured`: its choice of schedule comes from a run on this architecture."""
+    """The content of one json; the first rule that matches a call decides. `evidence` says where the rules come from."""
 
     arch: str
     evidence: str

@@ -92,12 +92,13 @@ def _milliseconds(
         for scale in (head_dim**-0.5, 1.0, 1.0)
     )
     times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # half a millisecond in which the host runs ahead: its launches are not timed
-        start.record()
-        na3d_flash_attn(q, k, v, kernel_size, config=config)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+    with torch.cuda.device(device):  # events and the pause go to the current device, whatever the tensors' is
+        for _ in range(7):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(1_000_000)  # half a millisecond in which the host runs ahead: its launches are not timed
+            start.record()
+            na3d_flash_attn(q, k, v, kernel_size, config=config)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
     return statistics.median(times[2:])

@@ -38,6 +38,9 @@ def check(fact, arch, config, head_dim):
     assert fact["narrow_loads"] == 0, fact
     assert fact["alias"] == [], fact
     assert fact["matrix"], fact
+    assert fact["flops_per_block"] or arch == "sm100", fact
+    if arch == "sm90" and not isinstance(config, RowConfig):
+        assert any("HGMMA" in name for name in fact["matrix"]), fact  # wgmma; a row's 16 queries are too few for it
     # No spill where the work is. NVIDIA kernels at their register limit keep a few words on the stack around the loops.
     assert fact["spills"][:1] in ([0], []), fact
     assert fact["stack_bytes"] <= (0 if arch.startswith("gfx") else 96), fact
