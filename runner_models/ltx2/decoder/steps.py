@@ -1,0 +1,155 @@
+"""The nodes between the blocks: upsampling, the crop of ghost frames, and the two ends of a denoising step.
+
+Layout (B, T, H, W, C) between nodes; pixels are (B, C, F, H, W) inside a step and (B, F, C, H, W) between steps, so
+that frames are dim 1 for every node.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.ltx2_diffusion_decoder import _patchify, _unpatchify
+
+from runner_models.ltx2.decoder.block import Context, Modulation, frame_slices
+from runner_models.ltx2.decoder.buffers import FrameBuffer
+
+
+class Upsample:
+    """The stock pixel shuffle; the clip's first frame loses its duplicate, as in the stock model."""
+
+    def __init__(self, stock: Any, cap: int) -> None:
+        self.stock, self.cap = stock, cap
+        self.at_start = True
+
+    def push(self, frames: torch.Tensor) -> Iterator[torch.Tensor]:
+        """(B, n, H, W, C) -> frames, rows and columns times their strides."""
+        yield self._upsample(frames)
+
+    def _upsample(self, frames: torch.Tensor) -> torch.Tensor:
+        at_start, self.at_start = self.at_start, False
+        return self.stock(frames, drop_leading_frame=at_start)
+
+
+class Crop:
+    """Passes the first `length` frames on and drops the ghosts after them."""
+
+    def __init__(self, length: int, cap: int) -> None:
+        self.left, self.cap = length, cap
+
+    def push(self, frames: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Frames within the length."""
+        count = min(self.left, frames.shape[1])
+        self.left -= count
+        if count:
+            yield frames[:, :count]
+
+
+class Canvas:
+    """The noise of the whole clip (this rank's part of it), wherever it waits; given out frame by frame."""
+
+    def __init__(self, noise_BCFHW: torch.Tensor, device: torch.device) -> None:
+        self.noise, self.device = noise_BCFHW, device
+        self.given = 0
+
+    def take(self, count: int) -> torch.Tensor:
+        """The next `count` frames (B, C, count, H, W) on the device."""
+        part = self.noise[:, :, self.given : self.given + count]
+        self.given += count
+        return part if part.device == self.device else part.contiguous().to(self.device, non_blocking=True)
+
+
+class Start:
+    """Context frames in, (B, n, H, W, C) hidden frames of the first step out: starts stage 5."""
+
+    def __init__(self, context: Context, canvas: Canvas, entry: "StepEntry", cap: int) -> None:
+        self.context, self.canvas, self.entry, self.cap = context, canvas, entry, cap
+
+    def push(self, frames: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The noise of these frames, embedded; the frames themselves go to the context."""
+        count = frames.shape[1]
+        self.context.frames.append(frames)
+        del frames
+        yield self.entry.embed(self.canvas.take(count))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One reverse step: from time `now` to `next`, both fp32 scalars; predicts x0 or v."""
+
+    now: torch.Tensor
+    next: torch.Tensor
+    predicts: str
+    only: bool
+    """The single step of an x0 model, whose prediction is the picture."""
+
+
+class StepEntry:
+    """Noisy pixels to hidden frames; keeps the pixels until the step's prediction for them is there."""
+
+    def __init__(self, decoder: Any, step: Step, cap: int) -> None:
+        self.decoder, self.step, self.cap = decoder, step, cap
+        self.noisy = FrameBuffer()
+
+    def push(self, frames: torch.Tensor) -> Iterator[torch.Tensor]:
+        """(B, n, C, H, W) noisy pixels -> (B, n, H/4, W/4, channels)."""
+        yield self.embed(frames.transpose(1, 2))
+
+    def embed(self, noisy_BCFHW: torch.Tensor) -> torch.Tensor:
+        """The stock patchify and projection."""
+        if not self.step.only:
+            self.noisy.append(noisy_BCFHW.transpose(1, 2))
+        return self.decoder.conv_in_x_t(_patchify(noisy_BCFHW, self.decoder.patch_size).permute(0, 2, 3, 4, 1))
+
+
+class StepExit:
+    """Hidden frames to pixels: the prediction, or the noisy pixels moved along it (reverse Euler, in fp32)."""
+
+    def __init__(self, decoder: Any, entry: StepEntry, cap: int) -> None:
+        self.decoder, self.entry, self.cap = decoder, entry, cap
+
+    def push(self, frames: torch.Tensor) -> Iterator[torch.Tensor]:
+        """(B, n, H, W, C) -> (B, n, 3, 4 H, 4 W) pixels."""
+        pixels = [self._pixels(x) for _, x in frame_slices(frames)]
+        del frames
+        yield torch.cat(pixels, dim=1)
+
+    def _pixels(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.decoder.conv_out(self.decoder.norm_out(hidden)).permute(0, 4, 1, 2, 3).contiguous()
+        predicted = _unpatchify(out, self.decoder.patch_size).transpose(1, 2)
+        step = self.entry.step
+        if step.only:
+            return predicted
+        noisy = self.entry.noisy.take(hidden.shape[1])
+        velocity, noisy_fp32 = predicted.float(), noisy.float()
+        if step.predicts == "x0":
+            velocity = (noisy_fp32 - velocity) / step.now
+        return (noisy_fp32 - (step.now - step.next) * velocity).to(noisy.dtype)
+
+
+def steps_of(decoder: Any, count: int, device: torch.device) -> list[Step]:
+    """The times of `count` steps, as LTX2VideoDiffusionDecoder3d.denoise has them."""
+    predicts = decoder.model_output_type
+    times = torch.linspace(1.0, 1.0 / count, count, device=device, dtype=torch.float32)
+    following = [*times[1:], torch.zeros((), device=device)]
+    only = count == 1 and predicts == "x0"
+    return [Step(now, after, predicts, only) for now, after in zip(times, following, strict=True)]
+
+
+def modulations(decoder: Any, step: Step, batch: int, dtype: torch.dtype) -> list[Modulation]:
+    """Of every diffusion block at this step: the shared AdaLN plus the block's own table."""
+    embedded = decoder.t_embedder(
+        decoder.timestep_scale_multiplier * step.now.expand(batch),
+        resolution=None,
+        aspect_ratio=None,
+        batch_size=batch,
+        hidden_dtype=dtype,
+    )
+    shared = decoder.shared_adaln(embedded)
+    found = []
+    for block in decoder.diff_blocks:
+        scale1, shift1, _, scale2, shift2, _, _ = (
+            part + table.view(1, 1, 1, 1, -1) for part, table in zip(shared, block.scale_shift_table, strict=True)
+        )
+        found.append(Modulation(1 + scale1, shift1, 1 + scale2, shift2))
+    return found

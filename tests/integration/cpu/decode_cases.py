@@ -1,0 +1,181 @@
+"""What runs on the ranks of test_exact_decode: sharded and streamed decodes against the stock untiled one."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from diffusers import LTX2VideoDiffusionDecoderModel
+
+from layers.neighborhood_attention import neighborhood_attention_sdpa
+from layers.parallel_state import ParallelState
+from runner.distributed import start
+from runner_models.ltx2.decoder import block, buffers, geometry, steps
+from runner_models.ltx2.decoder.exact import ExactDecoder
+from runner_models.ltx2.decoder.geometry import split_rows
+from runner_models.ltx2.decoder.halo import Shard
+from runner_models.ltx2.tiny import tiny_checkpoint
+
+SEED = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode. `size` is (frames, rows, columns) of the latents; `shares` the latent rows of each rank."""
+
+    size: tuple[int, int, int] = (3, 7, 8)
+    chunk: int | None = None
+    steps: int = 1
+    predicts: str = "x0"
+    shares: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        parts = ["x".join(map(str, self.size)), f"chunk {self.chunk or 'all'}"]
+        parts += [f"{self.steps} steps of {self.predicts}"] if (self.steps, self.predicts) != (1, "x0") else []
+        return ", ".join([*parts, *([f"rows {'+'.join(map(str, self.shares))}"] if self.shares else [])])
+
+
+class StockProcessor:
+    """The stock projection and our tiled SDPA: the reference."""
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, block_mask: None = None) -> torch.Tensor:
+        query, key, value = attn.project_qkv(hidden_states)
+        return attn.to_out[0](neighborhood_attention_sdpa(query, key, value, attn.kernel_size).flatten(-2))
+
+
+@cache
+@torch.inference_mode(False)
+def tiny_decoder() -> Any:
+    """The tiny checkpoint's decoder: production kernels and head_dim, depths (2, 2, 2, 2, 3)."""
+    model = LTX2VideoDiffusionDecoderModel.from_pretrained(tiny_checkpoint(), subfolder="diffusion_decoder")
+    model.eval().requires_grad_(False).set_attn_processor(StockProcessor())
+    return model
+
+
+def latents_of(case: Case) -> torch.Tensor:
+    """(1, 128, *size) noise."""
+    return torch.randn(1, 128, *case.size, generator=torch.Generator().manual_seed(1))
+
+
+@contextlib.contextmanager
+def _kind(model: Any, predicts: str) -> Iterator[None]:
+    with mock.patch.object(model.decoder, "model_output_type", predicts):
+        yield
+
+
+@torch.inference_mode()
+def stock(case: Case) -> torch.Tensor:
+    """(1, 3, F, H, W) of the stock model, untiled."""
+    model = tiny_decoder()
+    with _kind(model, case.predicts):
+        generator = torch.Generator().manual_seed(SEED)
+        return model.decode(latents_of(case), generator=generator, num_inference_steps=case.steps, return_dict=False)[0]
+
+
+def ours(case: Case, shard: Shard | None = None) -> torch.Tensor:
+    """(1, 3, F, H', W') of this rank's part."""
+    model = tiny_decoder()
+    with _kind(model, case.predicts):
+        pieces = ExactDecoder(model, attention=neighborhood_attention_sdpa).decode(
+            latents_of(case),
+            generator=torch.Generator().manual_seed(SEED),
+            num_inference_steps=case.steps,
+            chunk_frames=case.chunk,
+            shard=shard,
+        )
+        found = list(pieces)
+    assert case.chunk is None or all(piece.shape[1] <= case.chunk for piece in found)
+    return torch.cat(found, dim=1).transpose(1, 2) if found else torch.empty(0)
+
+
+def shard_of(case: Case, state: ParallelState) -> Shard:
+    """The longer axis in the case's shares, or as even as can be."""
+    axis = 2 if case.size[2] > case.size[1] else 1
+    bounds = split_rows(case.size[axis], state.sequence_degree)
+    if case.shares:
+        assert sum(case.shares) == case.size[axis]
+        bounds = tuple((sum(case.shares[:i]), sum(case.shares[: i + 1])) for i in range(len(case.shares)))
+    return Shard(axis, bounds, state.sequence_rank, state.sequence_group)
+
+
+def deviation(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference, in standard deviations of what is wanted; infinite for another shape."""
+    return float((got - want).abs().max() / want.std()) if got.shape == want.shape else float("inf")
+
+
+def _own(want: torch.Tensor, shard: Shard) -> torch.Tensor:
+    begin, end = shard.scaled(32)[shard.rank]
+    return want.narrow(2 + shard.axis, begin, end - begin)
+
+
+def check_cases(cases: list[Case], faults: list[tuple[str, Case]]) -> dict[str, float]:
+    """Every case's largest deviation over the ranks; then those of the faults, which must show."""
+    wanted: dict[tuple[Any, ...], torch.Tensor] = {}
+    report = {}
+    with start(ulysses_degree=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=240)) as session:
+        state = session.state
+        for name, case in [(case.name, case) for case in cases] + faults:
+            key = (case.size, case.steps, case.predicts)
+            if key not in wanted:
+                wanted[key] = _shared_stock(case, state)
+            shard = shard_of(case, state)
+            with fault(name) if (name, case) in faults else contextlib.nullcontext():
+                worst = torch.tensor(deviation(ours(case, shard), _own(wanted[key], shard)))
+            if state.sequence_degree > 1:
+                dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            report[name] = float(worst)
+    return report
+
+
+def _shared_stock(case: Case, state: ParallelState) -> torch.Tensor:
+    """Computed by one rank for all."""
+    return state.broadcast([stock(case)] if state.is_replica_leader else None)[0]
+
+
+@contextlib.contextmanager
+def fault(name: str) -> Iterator[None]:
+    """Break the decode in one way."""
+    real_halo, real_rotate = geometry.halo, block.rotate
+    if name == "halo one row off":
+
+        def wrong_halo(bounds: Any, rank: int, **grid: int) -> Any:
+            found = real_halo(bounds, rank, **grid)
+            sends = tuple((peer, (a - 1, b - 1) if a > found.own[0] else (a, b)) for peer, (a, b) in found.sends)
+            return geometry.Halo(found.own, found.needed, found.interior, sends, found.receives)
+
+        patch: Any = mock.patch("runner_models.ltx2.decoder.halo.halo", wrong_halo)
+    elif name in ("positions of the shard", "positions of the chunk"):
+        axes = (1, 2) if name.endswith("shard") else (0,)
+
+        def wrong_rotate(rope: Any, x: torch.Tensor, starts: Any, **out: Any) -> None:
+            real_rotate(rope, x, [0 if axis in axes else start for axis, start in enumerate(starts)], **out)
+
+        patch = mock.patch.object(block, "rotate", wrong_rotate)
+    elif name == "keys of the window's middle":
+        middle = property(lambda self: min(self.length, self.finished))
+        patch = mock.patch.object(geometry.Window, "first_key", middle)
+    elif name == "queries answered one frame early":
+        real_ready = geometry.Window.ready
+        early = property(lambda self: min(real_ready.fget(self) + 1, self.received - self.finished))  # type: ignore[attr-defined]
+        patch = mock.patch.object(geometry.Window, "ready", early)
+    elif name == "a frame dropped at every push":
+        patch = mock.patch.object(
+            steps.Upsample, "_upsample", lambda self, frames: self.stock(frames, drop_leading_frame=True)
+        )
+    elif name == "context of the first frames":
+        real_view = buffers.FrameBuffer.view
+        patch = mock.patch.object(
+            buffers.FrameBuffer, "view", lambda self, first, count: real_view(self, self.first, count)
+        )
+    else:
+        raise KeyError(name)
+    with patch:
+        yield

@@ -1,0 +1,136 @@
+"""The exact decode against the stock decoder, untiled: fp32, CPU, production kernels, every split of frames and rows.
+
+Deviations are the largest difference over the reference's standard deviation.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from decode_cases import (
+    SEED,
+    Case,
+    StockProcessor,
+    check_cases,
+    deviation,
+    fault,
+    latents_of,
+    ours,
+    stock,
+    tiny_decoder,
+)
+from ranks import run_ranks
+
+from layers.neighborhood_attention import neighborhood_attention_sdpa
+from runner_models.ltx2.decoder.exact import ExactDecoder
+
+# fp32, order of sums only. Measured: 0 for one push, up to 8e-5 for chunks and shards; two tilings of SDPA in the stock
+# decode differ by 3.5e-5. The mildest fault below is at 1e-2.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def wanted() -> torch.Tensor:
+    return stock(Case())
+
+
+def test_one_push_is_the_stock_decode(wanted: torch.Tensor) -> None:
+    assert deviation(ours(Case()), wanted) <= 1e-6
+
+
+def test_chunks(wanted: torch.Tensor) -> None:
+    assert deviation(ours(Case(chunk=8)), wanted) <= TOLERANCE
+
+
+SEEN = ("positions of the chunk", "context of the first frames", "a frame dropped at every push")
+REFUSED = ("keys of the window's middle", "queries answered one frame early")
+"""By the checks of the attention itself."""
+
+
+@pytest.mark.parametrize("name", SEEN + REFUSED)
+def test_a_fault_of_chunks_shows(name: str, wanted: torch.Tensor) -> None:
+    with fault(name):
+        if name in REFUSED:
+            with pytest.raises(ValueError, match="the windows of q need keys"):
+                ours(Case(chunk=8))
+            return
+        found = deviation(ours(Case(chunk=8)), wanted)
+    assert found > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [4, 7], ids=["25-frames", "49-frames"])
+def test_longer_clips(frames: int) -> None:
+    want = stock(Case(size=(frames, 7, 7)))
+    for chunk in (8, 16, None):
+        assert deviation(ours(Case(size=(frames, 7, 7), chunk=chunk)), want) <= TOLERANCE, chunk
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "predicts"), [(2, "x0"), (1, "v"), (3, "v")])
+def test_steps_and_velocity(steps: int, predicts: str) -> None:
+    case = Case(size=(3, 7, 7), steps=steps, predicts=predicts)
+    want = stock(case)
+    for chunk in (8, None):
+        assert deviation(ours(Case(case.size, chunk, steps, predicts)), want) <= TOLERANCE, chunk
+
+
+@pytest.mark.slow
+def test_the_tolerance_is_that_of_two_tilings_of_the_stock_decode(wanted: torch.Tensor) -> None:
+    class OtherTiling(StockProcessor):
+        def __call__(self, attn: object, hidden_states: torch.Tensor, block_mask: None = None) -> torch.Tensor:
+            query, key, value = attn.project_qkv(hidden_states)  # type: ignore[attr-defined]
+            out = neighborhood_attention_sdpa(
+                query,
+                key,
+                value,
+                attn.kernel_size,
+                mask_bytes=2**22,
+                kv_bytes=2**24,  # type: ignore[attr-defined]
+            )
+            return attn.to_out[0](out.flatten(-2))  # type: ignore[attr-defined]
+
+    model = tiny_decoder()
+    model.set_attn_processor(OtherTiling())
+    try:
+        difference = deviation(stock(Case()), wanted)
+    finally:
+        model.set_attn_processor(StockProcessor())
+    assert 5 * difference >= TOLERANCE
+
+
+TWO = [Case(chunk=8, shares=(3, 5))]
+TWO_FAULTS = [("halo one row off", Case(chunk=8)), ("positions of the shard", Case())]
+MORE = [Case((frames, 8, 7), chunk) for frames in (3, 4) for chunk in (8, 16, None)]
+UNEVEN = [Case(chunk=8), Case(size=(3, 8, 7), shares=(1, 2, 1, 4))]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases", "faults"),
+    [
+        pytest.param(2, TWO, TWO_FAULTS, id="2-ranks"),
+        pytest.param(4, UNEVEN, [], id="4-ranks", marks=pytest.mark.slow),
+        pytest.param(
+            2, [*MORE, Case((7, 7, 8), 16), Case((3, 7, 8), 8, 2)], [], id="2-ranks-more", marks=pytest.mark.slow
+        ),
+        pytest.param(3, [*MORE, Case((3, 7, 9), 8, shares=(1, 2, 6))], [], id="3-ranks", marks=pytest.mark.slow),
+        pytest.param(4, [*MORE, Case((7, 7, 11), 16)], [], id="4-ranks-more", marks=pytest.mark.slow),
+        pytest.param(8, [Case((3, 7, 8), 8), Case((3, 7, 16), None)], [], id="8-ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_shards(world: int, cases: list[Case], faults: list[tuple[str, Case]]) -> None:
+    found = run_ranks(check_cases, world, cases, faults)
+    for case in cases:
+        assert found[case.name] <= TOLERANCE, case
+    for name, _ in faults:
+        assert found[name] > 100 * TOLERANCE, name
+
+
+def test_what_cannot_be_decoded() -> None:
+    decoder = ExactDecoder(tiny_decoder(), attention=neighborhood_attention_sdpa)
+    with pytest.raises(ValueError, match="chunk_frames 12 is not a positive multiple of 8"):
+        next(decoder.decode(latents_of(Case()), chunk_frames=12))
+    with pytest.raises(ValueError, match="smaller than its window"):
+        next(decoder.decode(latents_of(Case(size=(3, 6, 8)))))
+    with contextlib.closing(decoder.decode(latents_of(Case()), generator=torch.Generator().manual_seed(SEED))):
+        pass
