@@ -2,7 +2,7 @@
 
 import torch
 
-from layers.neighborhood_attention.backend import Backend, Size, Target, Unserved
+from layers.neighborhood_attention.backend import Backend, Size, Target, Unserved, kernel_errors, own_words
 from layers.neighborhood_attention.configs import RowConfig
 from layers.neighborhood_attention.flash import choose_config, na3d_flash_attn, triton_version
 from layers.neighborhood_attention.sdpa import neighborhood_attention_sdpa
@@ -14,8 +14,8 @@ _AMD = ("gfx942", "gfx950")  # those that the kernels are compiled for and check
 def make_triton(target: Target) -> Backend:
     """na3d_flash_attn for this target.
 
-    Raises RuntimeError where Triton is not installed, or the architecture or dtype is not supported; ValueError for a
-    kernel size that no config takes.
+    Raises RuntimeError where Triton is not installed, the architecture or dtype is not supported, or the kernels cannot
+    be built or take a kernel size.
     """
     capability = target.compute_capability
     if target.arch not in _AMD and (capability is None or capability < _OLDEST):
@@ -23,7 +23,10 @@ def make_triton(target: Target) -> Backend:
     if target.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"takes bfloat16 and float16 and this run is {target.dtype_name} (--dtype bf16)")
     triton_version()
-    names = {kernel: _schedule(target, kernel) for kernel in target.kernel_sizes}
+    try:
+        names = {kernel: _schedule(target, kernel) for kernel in target.kernel_sizes}
+    except kernel_errors() as error:  # on an architecture without measurements this runs both schedules
+        raise RuntimeError(f"its schedules cannot be measured: {own_words(error)}") from error
     if len(set(names.values())) == 1:
         detail = f"schedule {next(iter(names.values()))}"
     else:

@@ -45,6 +45,8 @@ def make_natten(target: Target) -> Backend:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel_size: Size) -> torch.Tensor:
         if any(length < kernel for length, kernel in zip(k.shape[1:4], kernel_size, strict=True)):
             raise Unserved("a grid below the kernel")
+        if min(kernel_size) < 2:
+            raise Unserved("a kernel size of 1")
         # It gives wrong values for strided tensors, without an error.
         return na3d(q.contiguous(), k.contiguous(), v.contiguous(), kernel_size=kernel_size, scale=1.0)
 
@@ -72,12 +74,15 @@ def _from_hub() -> tuple[Callable[..., torch.Tensor], str]:
             f"not installed, and DIFFUSERS_DISABLE_REMOTE_CODE forbids the hub's {HUB_KERNEL} (pip install natten, or "
             "unset it)"
         )
-    # No build for this torch and GPU, offline, 404 and a revoked token are OSErrors or ValueErrors of kernels and
-    # huggingface_hub; what is fetched is then imported.
+    from huggingface_hub.errors import HfHubHTTPError  # kernels needs it
+
+    # No build for this torch and GPU, an empty cache offline, 404 and a revoked token are OSErrors or ValueErrors; no
+    # network is an error of the HTTP client, whose base this is. What is fetched is then imported.
+    errors: tuple[type[BaseException], ...] = (*IMPORT_ERRORS, *HfHubHTTPError.__bases__)
     try:
         kernel: Any = get_kernel(HUB_KERNEL, version=1)
         return kernel.na3d, f"{HUB_KERNEL} of the hub"
-    except IMPORT_ERRORS as error:
+    except errors as error:
         raise ImportError(
             f"not installed, and the hub's {HUB_KERNEL} cannot be had: {own_words(error)} (pip install natten, or see "
             "docs/backends.md)"

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
+from stand_ins import absent
 
 
 def _worker(interpret: str) -> ProcessPoolExecutor:
@@ -40,3 +41,17 @@ def compiling() -> Iterator[Callable[..., Any]]:
     pytest.importorskip("triton")
     with _worker("0") as pool:
         yield lambda f, *args, **kwargs: pool.submit(f, *args, **kwargs).result()
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, "natten", "aiter", "kernels")
+    monkeypatch.delenv("DIFFUSERS_DISABLE_REMOTE_CODE", raising=False)
+
+
+@pytest.fixture
+def triton_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernel as it is chosen; its values come from SDPA, for there is no GPU here."""
+    from layers.neighborhood_attention import builtin
+
+    monkeypatch.setattr(builtin, "na3d_flash_attn", builtin.neighborhood_attention_sdpa)
