@@ -97,7 +97,7 @@ def _configure_logging() -> None:
         logging.getLogger(package).setLevel(logging.INFO if rank == 0 else logging.WARNING)
     if rank or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Deprecations inside diffusers and transformers; ours are errors in the tests.
+    # Deprecations inside diffusers and transformers, which say nothing to a user of this program.
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 

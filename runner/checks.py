@@ -66,7 +66,7 @@ def check(
     if problems:
         raise UsageError("\n".join(problems))
     if config.recipe.distilled and any(config.negative_prompt):
-        logger.warning("--negative_prompt has no effect: the distilled model runs without guidance")
+        logger.info("--negative_prompt has no effect: the distilled model runs without guidance")
     device = ("cuda" if gpu_count else "cpu") if config.device == "auto" else config.device
     dtype = ("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype
     return dataclasses.replace(config, device=device, dtype=dtype)
@@ -152,7 +152,7 @@ def _sampling_problems(config: RunConfig) -> Iterator[str]:
         if steps < MIN_STEPS:
             yield f"--num_inference_steps {steps} is too few; the nearest valid number is {MIN_STEPS}."
         if not (math.isfinite(scale) and scale >= 1):
-            yield f"--guidance_scale {scale:g} is not a number from 1 (no guidance); the nearest valid value is 1."
+            yield f"--guidance_scale {scale:g} is not a number from 1 (no video CFG); the nearest valid value is 1."
     length = config.max_sequence_length
     if length < 1 or length % PROMPT_REGISTERS:
         lower = length // PROMPT_REGISTERS * PROMPT_REGISTERS

@@ -36,6 +36,7 @@ class RunConfig:
     max_sequence_length: int
     seed: int
     load_format: str
+    revision: str | None
     device: str
     dtype: str
     ulysses_degree: int

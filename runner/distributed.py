@@ -44,7 +44,6 @@ def start(
     ulysses_degree: int = 1,
     ring_degree: int = 1,
     data_parallel_degree: int = 1,
-    num_heads: int | None = None,
     device: str = "cpu",
     timeout: timedelta = DEFAULT_TIMEOUT,
     describe: Describe = describe_failure,
@@ -54,12 +53,12 @@ def start(
 
     With one process there is no group, no store and no thread. `device` is "cpu" (gloo) or "cuda" (NCCL or RCCL, and
     gloo for CPU tensors); rank i takes cuda:LOCAL_RANK. `timeout` bounds every collective on every group. Raises
-    ValueError, before anything is started, for degrees that do not fit the world or the heads.
+    ValueError, before anything is started, for degrees that do not fit the world.
     """
     launch = Launch.from_environment(environ)
     degrees = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
     degrees["data_parallel_degree"] = data_parallel_degree
-    check_degrees(world_size=launch.world_size, num_heads=num_heads, **degrees)
+    check_degrees(world_size=launch.world_size, **degrees)
     where = torch.device("cpu") if device == "cpu" else torch.device(device.split(":")[0], launch.local_rank)
     if launch.world_size == 1:
         return Session(ParallelState(device=torch.device(device)), None, describe)

@@ -3,16 +3,12 @@
 Every rank runs this. With data parallelism prompt i goes to replica i % data_parallel_degree. Only rank 0 writes files.
 """
 
-import functools
 import hashlib
 import logging
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ import torch.distributed as dist
 from layers.parallel_state import ParallelState
 from runner.config import RunConfig
 from runner.distributed import Session
+from runner.environment import environment
 from runner.media import VideoWriter, load_image
 from runner.metrics import (
     Sample,
@@ -33,14 +30,15 @@ from runner.metrics import (
     summarise,
     summary_table,
 )
+from runner.preflight import check_memory
 from runner.sidecar import check_output_directory, output_path, partial_path, write_json
-from runner_models import find_recipe, load_model
+from runner_models import load_model, split_folder
 from runner_models.api import VideoModel, VideoOutput, VideoRequest
+from runner_models.ltx2.attentions import choose_attentions
 from runner_models.ltx2.load import Source, resolve
 
 logger = logging.getLogger(__name__)
 
-_VERSIONED = ("torch", "triton", "diffusers", "transformers", "xfuser", "yunchang", "av")
 _BYTES_PER_PIXEL = 1.0
 """Room to ask for. On noise, the worst case, H.264 at crf 12 takes 0.82 (155.8 MB for 1536x1024x121)."""
 
@@ -54,6 +52,7 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     """
     state = session.state
     config = session.broadcast_object(config)
+    check_memory(config)
     requests = make_requests(config)
     if state.rank == 0:
         pixels = config.height * config.width * config.num_frames
@@ -61,16 +60,25 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     progress = state.rank == 0 and sys.stderr.isatty()
     if not progress:
         _silence_loading_bars()
+    attentions = choose_attentions(
+        config.model,
+        config.recipe,
+        load_format=config.load_format,
+        state=state,
+        dtype=getattr(torch, config.dtype),
+        attention_backend=config.attention_backend,
+        decoder_attention=config.decoder_attention,
+    )
+    source = _resolve(config, session)
     started = time.perf_counter()
     model = load_model(
         config.model,
         dtype=config.dtype,
         load_format=config.load_format,
         offload=config.enable_model_cpu_offload,
-        attention_backend=config.attention_backend,
-        decoder_attention=config.decoder_attention,
-        source=_resolve(config, session),
         state=state,
+        source=source,
+        attentions=attentions,
     )
     session.barrier("loaded")
     load_seconds = time.perf_counter() - started
@@ -122,12 +130,12 @@ def run(config: RunConfig, session: Session) -> list[Path]:
 
 def _resolve(config: RunConfig, session: Session) -> Source:
     """The first rank of each machine fetches or makes the checkpoint while the others wait."""
-    recipe = find_recipe(config.model)
+    options: dict[str, Any] = {"load_format": config.load_format, "revision": config.revision}
     first = session.local_rank == 0
     if first:
-        source = resolve(config.model, recipe, load_format=config.load_format)
+        source = resolve(config.model, config.recipe, **options)
     session.barrier("checkpoint")
-    return source if first else resolve(config.model, recipe, load_format=config.load_format, fetch=False)
+    return source if first else resolve(config.model, config.recipe, fetch=False, **options)
 
 
 def _compile(config: RunConfig, model: VideoModel, request: VideoRequest) -> float | None:
@@ -258,9 +266,13 @@ def sidecar(
     config: RunConfig, model: VideoModel, request: VideoRequest, output: VideoOutput, sample: Sample
 ) -> dict[str, Any]:
     """Everything needed to make the video again (`--from_json`), and what it took."""
-    images = tuple(image if "://" in image else str(Path(image).resolve()) for image in config.input_images)
+    images = tuple(image if "://" in image else _absolute(image) for image in config.input_images)
+    folder = split_folder(config.model)[0]
+    described = model.describe()
     again = replace(
         config,
+        model=config.model.replace(str(folder), _absolute(folder)) if folder.is_dir() else config.model,
+        revision=None if described["random_weights"] else described["revision"],
         prompt=(request.prompt,),
         negative_prompt=(request.negative_prompt,),
         input_images=images,
@@ -269,7 +281,7 @@ def sidecar(
     )
     return {
         **environment(torch.device(config.device)),
-        "model": model.describe(),
+        "model": described,
         "config": again.to_json(),
         "image_sha256": hashlib.sha256(request.image.tobytes()).hexdigest() if request.image else None,
         "timings": sample.to_json(),
@@ -277,32 +289,5 @@ def sidecar(
     }
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Device, versions, commit, command and date, in every json this program writes."""
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
-    for package in _VERSIONED:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return {
-        "device": device_name(device),
-        "versions": versions,
-        "commit": _commit(),
-        "command": [Path(sys.argv[0]).name.replace("__main__.py", "runner"), *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-@functools.cache
-def _commit() -> str | None:
-    """The commit of this source tree, with "-dirty" after local changes; None for an installed package."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("commit unknown: %s", error)
-        return None
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).expanduser().resolve())

@@ -45,6 +45,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "model": (
         Flag("model", "str", f"{', '.join(model_names())}, a checkpoint folder, or FOLDER:full; required"),
         Flag("task", "str", "t2v (prompt) or i2v (prompt and first frame); required", choices=_same("t2v", "i2v")),
+        Flag("revision", "str", "commit or branch of the hub repository (default: its main branch)"),
         Flag(
             "load_format",
             "str",
@@ -91,7 +92,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "sampling": (
         Flag("num_inference_steps", "int", "distilled: 8, fixed; full: 2 or more (default: 8; full: 30)"),
-        Flag("guidance_scale", "float", "distilled: 1, fixed; full: 1 (off) or more (default: 1; full: 3)"),
+        Flag("guidance_scale", "float", "distilled: 1, fixed; full: 1 (no video CFG) or more (default: 1; full: 3)"),
         Flag("max_sequence_length", "int", "prompt tokens; multiple of 128 (default: 1024)"),
         Flag("seed", "int", "0 to 2**63-1; every prompt starts from it (default: 42)", default=42),
     ),

@@ -12,44 +12,51 @@ from runner.config import RunConfig
 from runner.errors import UsageError
 from runner.plan import memory_problem, plan
 from runner_models.api import SetupError
+from runner_models.ltx2.load import read_config
 from runner_models.ltx2.memory import estimate
 
 
-def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ, num_heads: int | None = None) -> RunConfig:
-    """Check the run against this machine; nothing is loaded, downloaded or written.
+def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> RunConfig:
+    """Check the run, all but its memory, against this machine; nothing is loaded, downloaded or written.
 
     Args:
         config: from the command line.
-        environ: where torchrun's WORLD_SIZE, LOCAL_WORLD_SIZE and LOCAL_RANK stand; one process without them.
-        num_heads: attention heads of the transformer, where known.
+        environ: where torchrun's WORLD_SIZE and LOCAL_WORLD_SIZE stand; one process without them.
 
     Returns:
         The config with device and dtype settled.
 
     Raises:
-        UsageError: what `runner.checks.check` finds, or a request that does not fit this rank's memory.
+        UsageError: what `runner.checks.check` finds, or a checkpoint folder that cannot be used.
     """
-    config = check_here(config, environ=environ, num_heads=num_heads)
-    problem = _memory_problem(config, environ)
-    if problem:
-        raise UsageError(problem)
-    return config
-
-
-def check_here(config: RunConfig, *, environ: Mapping[str, str], num_heads: int | None = None) -> RunConfig:
-    """`runner.checks.check` with this machine's processes and GPUs."""
+    try:
+        transformer = read_config("transformer", config.model, config.recipe, load_format=config.load_format)
+    except SetupError as error:
+        raise UsageError(str(error)) from error
     return check(
         config,
         world_size=int(environ.get("WORLD_SIZE", "1")),
         local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
         gpu_count=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        num_heads=num_heads,
+        num_heads=transformer["num_attention_heads"],
     )
+
+
+def check_memory(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a request that this rank's memory cannot hold; `config` is checked. Ranks may differ: call it on each.
+
+    Raises:
+        UsageError: with the estimate, what is free, and what would fit.
+    """
+    problem = _memory_problem(config, environ)
+    if problem:
+        raise UsageError(problem)
 
 
 def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The checked plan with memory filled in, for --dry_run; what does not fit here is a line of it and no error."""
-    config = check_here(config, environ=environ)
+    config = preflight(config, environ=environ)
+    misfit = _memory_problem(config, environ)
     memory = estimate(
         config.recipe,
         height=config.height,
@@ -65,7 +72,7 @@ def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> 
         config,
         memory_bytes=memory,
         available_bytes=available_bytes(config, environ=environ),
-        misfit=_memory_problem(config, environ),
+        misfit=misfit,
     )
 
 

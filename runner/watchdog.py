@@ -148,7 +148,8 @@ class Watchdog:
             received = self._signals.recv(16)[-1] if ready else 0
             try:
                 if received in (signal.SIGINT, signal.SIGTERM):
-                    self._stop.wait(UNWIND_S)
+                    if self._stop.wait(UNWIND_S):
+                        return  # the run had just ended in peace
                     self.abort(f"stopped by {signal.Signals(received).name}", 128 + received)
                 elif self._failure_elsewhere() is not None:
                     self.abort("ended because another rank failed")

@@ -13,6 +13,7 @@ from runner_models.ltx2.recipes import DISTILLED, FULL, Recipe
 
 if TYPE_CHECKING:
     from layers.parallel_state import ParallelState
+    from runner_models.ltx2.attentions import Attentions
     from runner_models.ltx2.load import Source
     from runner_models.ltx2.pipeline import Ltx2Model
 
@@ -70,26 +71,24 @@ def load_model(
     model: str,
     *,
     device: str = "cpu",
-    dtype: str = "float32",
+    dtype: str | None = None,
     load_format: str = "auto",
     offload: bool = False,
-    attention_backend: str | None = None,
-    decoder_attention: str = "auto",
-    source: Source | None = None,
     state: ParallelState | None = None,
+    source: Source | None = None,
+    attentions: Attentions | None = None,
 ) -> Ltx2Model:
     """Find, load and return a model, ready to generate.
 
     Args:
         model: a registered name, or a checkpoint folder (see `find_recipe`).
         device: a torch device, "cpu" or "cuda"; `state.device` wins.
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16" or "float16"; None for float32 on a CPU and bfloat16 on a GPU.
         load_format: "auto" reads the checkpoint; "dummy" builds the released architecture with random weights.
         offload: keep each component on the host except while it runs; needs a GPU.
-        attention_backend: kernel of the video self-attention, a name of `layers.attention_backends`; None for torch's.
-        decoder_attention: kernel of the video decoder, a name of `layers.neighborhood_attention.select.CHOICES`.
-        source: what `runner_models.ltx2.load.resolve` found, where the caller has asked it already.
         state: this process's place among its ranks; None for one process.
+        source: what `runner_models.ltx2.load.resolve` found; None to look now.
+        attentions: what `runner_models.ltx2.attentions.choose_attentions` chose; None for its defaults.
 
     Raises:
         ValueError: an unknown model; `SetupError`, one of them, for a checkpoint that cannot be used, ranks that do not
@@ -97,51 +96,15 @@ def load_model(
     """
     import torch
 
-    from layers.attention_backends import select_backend
-    from layers.parallel_state import ParallelState, check_degrees
-    from runner_models.api import SetupError
-    from runner_models.ltx2.decoder_attention import select_decoder_attention
-    from runner_models.ltx2.load import decoder_config, load, resolve, transformer_config
+    from layers.parallel_state import ParallelState
+    from runner_models.ltx2.attentions import choose_attentions
+    from runner_models.ltx2.load import load, resolve
     from runner_models.ltx2.pipeline import Ltx2Model
 
     recipe = find_recipe(model)
     state = state or ParallelState(device=torch.device(device))
+    torch_dtype = getattr(torch, dtype or ("float32" if state.device.type == "cpu" else "bfloat16"))
+    attentions = attentions or choose_attentions(model, recipe, load_format=load_format, state=state, dtype=torch_dtype)
     source = source or resolve(model, recipe, load_format=load_format)
-    torch_dtype = getattr(torch, dtype)
-    transformer = transformer_config(source, recipe)
-    backend = None
-    try:
-        check_degrees(
-            world_size=state.world_size,
-            ulysses_degree=state.ulysses_degree,
-            ring_degree=state.ring_degree,
-            data_parallel_degree=state.data_parallel_degree,
-            num_heads=transformer["num_attention_heads"],
-        )
-        if attention_backend is not None or state.ring_degree > 1:
-            backend = select_backend(
-                attention_backend,
-                device=state.device,
-                dtype=torch_dtype,
-                head_dim=transformer["attention_head_dim"],
-                needs_lse=state.ring_degree > 1,
-            )
-    except ValueError as error:
-        raise SetupError(str(error)) from error
-    selection = select_decoder_attention(
-        decoder_attention,
-        decoder_config(source),
-        device=state.device,
-        dtype=torch_dtype,
-        everywhere=state.all_gather_object,
-    )
     parts = load(source, recipe, device=state.device, dtype=torch_dtype, offload=offload)
-    return Ltx2Model(
-        parts,
-        recipe,
-        source=source,
-        state=state,
-        decoder_attention=selection,
-        backend=backend,
-        offload=offload,
-    )
+    return Ltx2Model(parts, recipe, source=source, state=state, attentions=attentions, offload=offload)

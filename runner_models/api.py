@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -67,6 +67,6 @@ class VideoModel(Protocol):
         """torch.compile what pays for the shapes of this request; the seconds it took."""
         ...
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> dict[str, Any]:
         """What was loaded and chosen: revision, dtype, attention backends. JSON types only."""
         ...

@@ -23,7 +23,7 @@ import torch
 from layers.attention_backends import select_backend
 from layers.parallel_state import ParallelState
 from runner import distributed
-from runner.engine import environment
+from runner.environment import environment
 from runner_models.ltx2.build import build_component, component_config
 from runner_models.ltx2.compilation import compile_blocks, compile_seconds
 from runner_models.ltx2.recipes import DISTILLED, TokenCounts, token_counts

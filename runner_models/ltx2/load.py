@@ -12,7 +12,7 @@ from runner_models import HUB_REPOSITORY, TINY_NAMES, split_folder
 from runner_models.api import SetupError
 from runner_models.ltx2.build import COMPONENTS, build_component, component_config, make_scheduler
 from runner_models.ltx2.recipes import Recipe
-from runner_models.ltx2.tiny import stand_in_tokenizer, tiny_checkpoint
+from runner_models.ltx2.tiny import stand_in_tokenizer, tiny_checkpoint, tiny_config
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,11 @@ class Parts:
     diffusion_decoder: Any
 
 
-def resolve(model: str, recipe: Recipe, *, load_format: str, fetch: bool = True) -> Source:
+def resolve(model: str, recipe: Recipe, *, load_format: str, revision: str | None = None, fetch: bool = True) -> Source:
     """Find (and download or make) the checkpoint for `--model`, reading no weight.
 
-    With `fetch` False the hub is not asked: for the ranks of a machine where another rank has fetched it.
+    `revision` is a commit or branch of the hub repository, None for its main branch. With `fetch` False the hub is not
+    asked: for the ranks of a machine where another rank has fetched it.
 
     Raises:
         SetupError: a folder that lacks components, or a repository that is gated, missing or unreachable.
@@ -60,7 +61,7 @@ def resolve(model: str, recipe: Recipe, *, load_format: str, fetch: bool = True)
         return Source(folder, folder.name, random_weights=True)
     folder, _ = split_folder(model)
     if not folder.is_dir():
-        folder = _download(recipe, local_files_only=not fetch)
+        folder = _download(recipe, revision=revision, local_files_only=not fetch)
         return Source(_checked(folder, recipe, model), folder.name, random_weights=False)
     return Source(_checked(folder, recipe, model), None, random_weights=False)
 
@@ -69,18 +70,25 @@ def _say_noise(flag: str) -> None:
     logger.info("%s: random weights, the picture and the sound are noise", flag)
 
 
-def transformer_config(source: Source, recipe: Recipe) -> dict[str, Any]:
-    """The transformer's config, read without building it."""
-    if source.folder is None:
-        return component_config("transformer")
-    return json.loads((source.folder / recipe.transformer_subfolder / "config.json").read_text())
+def read_config(name: str, model: str, recipe: Recipe, *, load_format: str) -> dict[str, Any]:
+    """The config of one component of `--model`, before anything is downloaded or made.
 
+    The released names give the released architecture that is kept here, a folder its own. `name` is one of
+    `build.COMPONENTS`; "transformer" means the recipe's.
 
-def decoder_config(source: Source) -> dict[str, Any]:
-    """The diffusion decoder's config, read without building it."""
-    if source.folder is None:
-        return component_config("diffusion_decoder")
-    return json.loads((source.folder / "diffusion_decoder" / "config.json").read_text())
+    Raises:
+        SetupError: a folder that lacks components or holds a config that is no json.
+    """
+    if model in TINY_NAMES and load_format != "dummy":
+        return tiny_config(name)
+    folder, _ = split_folder(model)
+    if load_format == "dummy" or not folder.is_dir():
+        return component_config(name)
+    path = _checked(folder, recipe, model) / (recipe.transformer_subfolder if name == "transformer" else name)
+    try:
+        return json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SetupError(f"--model {model}: {path / 'config.json'} cannot be read ({error}).") from error
 
 
 def needed_folders(recipe: Recipe) -> tuple[str, ...]:
@@ -100,7 +108,7 @@ def _checked(folder: Path, recipe: Recipe, model: str) -> Path:
     return folder
 
 
-def _download(recipe: Recipe, *, local_files_only: bool) -> Path:
+def _download(recipe: Recipe, *, revision: str | None, local_files_only: bool) -> Path:
     """Fetch what this recipe needs from the hub (safetensors and json only) and return the snapshot folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -109,6 +117,7 @@ def _download(recipe: Recipe, *, local_files_only: bool) -> Path:
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     patterns = ["model_index.json"]
@@ -117,12 +126,15 @@ def _download(recipe: Recipe, *, local_files_only: bool) -> Path:
     page = f"https://huggingface.co/{HUB_REPOSITORY}"
     otherwise = "or give a local folder: --model /path/to/LTX-2.5-Diffusers (--model tiny needs no weights)"
     try:
-        return Path(snapshot_download(HUB_REPOSITORY, allow_patterns=patterns, local_files_only=local_files_only))
+        options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+        return Path(snapshot_download(HUB_REPOSITORY, allow_patterns=patterns, **options))
     except GatedRepoError as error:
         raise SetupError(
             f"{HUB_REPOSITORY} is gated: accept its terms at {page}, set HF_TOKEN to a token of that account, "
             f"{otherwise}."
         ) from error
+    except RevisionNotFoundError as error:
+        raise SetupError(f"--revision {revision} is no commit or branch of {HUB_REPOSITORY}; see {page}.") from error
     except RepositoryNotFoundError as error:
         raise SetupError(
             f"{HUB_REPOSITORY} was not found, or is not visible to this token: check HF_TOKEN, {otherwise}."
@@ -137,18 +149,35 @@ def _download(recipe: Recipe, *, local_files_only: bool) -> Path:
 
 
 def parameter_counts(folder: Path, recipe: Recipe) -> dict[str, int]:
-    """Parameters of each component of a checkpoint, from the headers of its safetensors files alone."""
+    """Parameters of each component of a checkpoint, from the headers of its safetensors files alone.
+
+    Raises:
+        SetupError: a file that is no safetensors file, or cut short.
+    """
     counts = {}
     for name in needed_folders(recipe):
-        total = 0
-        for path in (folder / name).glob("*.safetensors"):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            header.pop("__metadata__", None)
-            total += sum(torch.Size(tensor["shape"]).numel() for tensor in header.values())
+        total = sum(_count(path) for path in (folder / name).glob("*.safetensors"))
         if total:
             counts["transformer" if name == recipe.transformer_subfolder else name] = total
     return counts
+
+
+def _count(path: Path) -> int:
+    """Layout: eight bytes of little-endian length, that much json, the tensors it tells the place of."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size - 8
+            header = json.loads(file.read(length)) if 0 < length <= size else None
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{path} cannot be read ({error}).") from error
+    if header is None or _end(header) > size - length:
+        raise SetupError(f"{path} is cut short, or a pointer to the file proper (git lfs pull fetches it).")
+    return sum(torch.Size(tensor["shape"]).numel() for name, tensor in header.items() if name != "__metadata__")
+
+
+def _end(header: dict[str, Any]) -> int:
+    return max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
 
 
 def load(source: Source, recipe: Recipe, *, device: torch.device, dtype: torch.dtype, offload: bool = False) -> Parts:

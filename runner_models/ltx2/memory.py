@@ -4,14 +4,13 @@ Weights are counted; activations are sizes of one tensor times a factor measured
 torch 2.11): one transformer forward peaked 7.0 GiB above its weights, the untiled decode 64.6 GiB.
 """
 
-import json
 from pathlib import Path
 
 from runner_models import TINY_NAMES, split_folder
-from runner_models.ltx2.build import PARAMETERS, component_config
-from runner_models.ltx2.load import parameter_counts
+from runner_models.ltx2.build import PARAMETERS
+from runner_models.ltx2.load import parameter_counts, read_config
 from runner_models.ltx2.recipes import Recipe, token_counts
-from runner_models.ltx2.tiny import TINY_PARAMETERS, TINY_WIDTHS
+from runner_models.ltx2.tiny import TINY_PARAMETERS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -39,13 +38,20 @@ def estimate(
 
     `peak` is the weights plus the larger of the two activations; with `offload`, the most that one component needs
     while it runs alone.
+
+    Raises:
+        SetupError: a checkpoint folder that lacks files or holds damaged ones.
     """
     element = DTYPE_BYTES[dtype]
     tiny = model in TINY_NAMES and load_format != "dummy"
     named = split_folder(model)[0]
     folder = named if named.is_dir() and not tiny and load_format != "dummy" else None
+    transformer, decoder = (
+        read_config(name, model, recipe, load_format=load_format) for name in ("transformer", "diffusion_decoder")
+    )
     weights = _weights(folder, recipe, tiny)
-    inner_width, decode_width = TINY_WIDTHS if tiny else _widths(folder, recipe)
+    inner_width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    decode_width = decoder["decoder_stage_channels"][-1]
     stages = token_counts(recipe, height=height, width=width, num_frames=num_frames, frame_rate=recipe.frame_rate)
     tokens = -(-max(stage.video for stage in stages) // sequence_degree)
     batch = 2 if max(recipe.video.cfg, recipe.audio.cfg) > 1 else 1
@@ -68,16 +74,3 @@ def _weights(folder: Path | None, recipe: Recipe, tiny: bool) -> dict[str, int]:
         return parameter_counts(folder, recipe)
     counts = TINY_PARAMETERS if tiny else PARAMETERS
     return {name: count for name, count in counts.items() if recipe.stages == 2 or name != "latent_upsampler"}
-
-
-def _widths(folder: Path | None, recipe: Recipe) -> tuple[int, int]:
-    """Channels of the transformer and of the decoder's last stage."""
-    if folder is None:
-        transformer, decoder = component_config("transformer"), component_config("diffusion_decoder")
-    else:
-        transformer, decoder = (
-            json.loads((folder / name / "config.json").read_text())
-            for name in (recipe.transformer_subfolder, "diffusion_decoder")
-        )
-    inner = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-    return inner, decoder["decoder_stage_channels"][-1]

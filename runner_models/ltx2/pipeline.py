@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from layers.attention_backends import DEFAULT_BACKEND, AttentionBackend
+from layers.attention_backends import DEFAULT_BACKEND
 from layers.neighborhood_attention.fastest import choose_fastest
-from layers.neighborhood_attention.select import Selection, report_calls
+from layers.neighborhood_attention.select import report_calls
 from layers.parallel_state import ParallelState
 from runner_models.api import StageTimer, VideoOutput, VideoRequest
 from runner_models.ltx2.attention import install_attention
+from runner_models.ltx2.attentions import Attentions
 from runner_models.ltx2.compilation import compile_blocks, compile_seconds
 from runner_models.ltx2.decoder_attention import decoder_grids
 from runner_models.ltx2.load import Parts, Source
@@ -39,14 +40,12 @@ class Ltx2Model:
         *,
         source: Source,
         state: ParallelState,
-        decoder_attention: Selection,
-        backend: AttentionBackend | None = None,
+        attentions: Attentions,
         offload: bool = False,
     ) -> None:
         """Spread `parts` over the ranks of `state`, each with a whole copy.
 
-        `decoder_attention` is what select_decoder_attention gave. `backend` is the kernel of video self-attention, None
-        for torch's own. `offload` keeps each model on the host except while it runs; `parts` must then be on the CPU.
+        `offload` keeps each model on the host except while it runs; `parts` must then be on the CPU.
         """
         from diffusers import LTX2ImageToVideoPipeline, LTX2LatentUpsamplePipeline
 
@@ -54,17 +53,16 @@ class Ltx2Model:
         self.source = source
         self.state = state
         self.device = state.device
-        self.attention_backend = backend.name if backend else DEFAULT_BACKEND
-        parallelize(parts.pipeline.transformer, state, backend=backend)
+        self.attentions = attentions
+        parallelize(parts.pipeline.transformer, state, backend=attentions.video)
         self.text_to_video = parts.pipeline
         self.image_to_video = LTX2ImageToVideoPipeline(**parts.pipeline.components)
         self.upsample = None
         if parts.latent_upsampler is not None:
             self.upsample = LTX2LatentUpsamplePipeline(vae=parts.pipeline.vae, latent_upsampler=parts.latent_upsampler)
         self.decoder = parts.diffusion_decoder
-        self.decoder_attention = decoder_attention
         # Offloaded weights are joined after each move.
-        install_attention(self.decoder, decoder_attention.attention, fuse=not offload)
+        install_attention(self.decoder, attentions.decoder.attention, fuse=not offload)
         self.stages = tuple(
             stage
             for stage in ("encode", "stage1", "upsample", "stage2", "audio_decode", "video_decode")
@@ -105,11 +103,11 @@ class Ltx2Model:
         grids = decoder_grids(
             self.decoder.config, height=request.height, width=request.width, num_frames=request.num_frames
         )
-        choose_fastest(self.decoder_attention, grids, everywhere=self.state.all_gather_object)
+        choose_fastest(self.attentions.decoder, grids, everywhere=self.state.all_gather_object)
 
     def finish(self) -> None:
         """Log what only the end of the run knows; see `runner_models.api.VideoModel`."""
-        report_calls(self.decoder_attention, everywhere=self.state.all_gather_object)
+        report_calls(self.attentions.decoder, everywhere=self.state.all_gather_object)
 
     @torch.inference_mode()
     def compile(self, request: VideoRequest) -> float:
@@ -139,7 +137,7 @@ class Ltx2Model:
         rate = int(self.text_to_video.vocoder.config.output_sampling_rate)
         return VideoOutput(frames=frames, audio=audio, audio_sample_rate=rate)
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> dict[str, Any]:
         """What was loaded and chosen, for the sidecar and metrics."""
         return {
             "recipe": self.recipe.name,
@@ -148,8 +146,8 @@ class Ltx2Model:
             "random_weights": self.source.random_weights,
             "device": str(self.device),
             "dtype": str(self.text_to_video.transformer.dtype).removeprefix("torch."),
-            "attention_backend": self.attention_backend,
-            "decoder_attention": self.decoder_attention.describe(),
+            "attention_backend": self.attentions.video.name if self.attentions.video else DEFAULT_BACKEND,
+            "decoder_attention": self.attentions.decoder.describe(),
         }
 
     def _encode(self, pipe: Any, request: VideoRequest) -> dict[str, torch.Tensor | None]:

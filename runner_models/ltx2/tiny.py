@@ -102,9 +102,6 @@ TINY_PARAMETERS = {
     "vocoder": 619_182,
 }
 """Parameters by component, so that memory is estimated before the checkpoint is made; a test counts them."""
-TINY_WIDTHS = (_HEADS * _HEAD_DIM, 64)
-"""Channels of the transformer and of the decoder's last stage."""
-
 _WORDS = (
     "a an the of in on at with and is video cat dog robot dancing sunset ocean waves person walking city "
     "street night rain potter shaping clay vase camera slowly pans"
@@ -165,13 +162,19 @@ def _write_checkpoint(folder: Path) -> None:
         module.save_pretrained(folder / name)
 
 
-def _tiny_component(name: str, seed: int) -> Any:
+def tiny_config(name: str) -> dict[str, Any]:
+    """The config of one component: the released one with smaller sizes."""
     overrides = dict(_OVERRIDES[name])
     if name == "text_encoder":
         overrides["vocab_size"] = len(stand_in_tokenizer())
+    return component_config(name, overrides)
+
+
+def _tiny_component(name: str, seed: int) -> Any:
+    config = tiny_config(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module: Any = build_component(name, component_config(name, overrides))
+        module: Any = build_component(name, config)
     if name == "transformer":
         module.keyframes_abs_pos_embedding.normal_(0, 0.2, generator=torch.Generator().manual_seed(seed))
         _sharpen(module, qk=2.0, vo=1.7)

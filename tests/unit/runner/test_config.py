@@ -68,12 +68,12 @@ MISTAKES = [
     (
         TINY_FULL,
         {"guidance_scale": 0.5},
-        "--guidance_scale 0.5 is not a number from 1 (no guidance); the nearest valid value is 1.",
+        "--guidance_scale 0.5 is not a number from 1 (no video CFG); the nearest valid value is 1.",
     ),
     (
         TINY_FULL,
         {"guidance_scale": float("inf")},
-        "--guidance_scale inf is not a number from 1 (no guidance); the nearest valid value is 1.",
+        "--guidance_scale inf is not a number from 1 (no video CFG); the nearest valid value is 1.",
     ),
     (
         T2V,
@@ -207,7 +207,7 @@ def test_device_and_dtype_are_settled(device: str, dtype: str, gpu_count: int, s
 
 
 def test_a_negative_prompt_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         check(config())
         check(config(TINY_FULL, negative_prompt=("n",)))
         assert not caplog.messages
@@ -323,9 +323,14 @@ def test_preflight_settles_the_config_and_refuses_what_does_not_fit(monkeypatch:
     small = config(height=256, width=256, num_frames=17, device="cpu")
     assert preflight.preflight(small, environ={}).dtype == "float32"
     with pytest.raises(UsageError, match=r"--height 65536 --width 65536 .* GiB of cpu memory and .* GiB is available"):
-        preflight.preflight(config(height=65536, width=65536, device="cpu"), environ={})
+        preflight.check_memory(check(config(height=65536, width=65536, device="cpu")), environ={})
     monkeypatch.setattr(checks, "NOT_YET", ())
     with pytest.raises(UsageError, match="2 processes were started"):
         preflight.preflight(small, environ={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    with pytest.raises(UsageError, match="divide the model's 8 attention heads"):
+        preflight.preflight(
+            config(height=256, width=256, num_frames=17, device="cpu", ulysses_degree=3),
+            environ={"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"},
+        )
     assert preflight.available_bytes(check(small), environ={"LOCAL_WORLD_SIZE": "4"}) == 250
