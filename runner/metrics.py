@@ -87,7 +87,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """The card's or the processor's name, for figures that mean nothing without it."""
+    """The card's name, for figures that mean nothing without it; of a CPU the architecture and the threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     import platform

@@ -18,25 +18,32 @@ find_python() {
 }
 
 venv() {
-    local python extras stamp
+    local python extras stamp keep=/dev/null
     python=$(find_python) || return 1
+    extras=$(IFS=,; echo "$*")
     if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         [ -d .venv ] || "$python" -m venv --system-site-packages .venv
-        extras=$(echo "$*" | tr ' ' '\n' | grep -v '^cpu$' | paste -sd, -) || true
+        extras=$(echo "$extras" | sed -E 's/(^|,)cpu(,|$)/\1/')
+        # pip then says so, instead of putting another torch over the machine's, if the project cannot use this one
+        keep=.venv/keep.txt
+        "$python" -m pip freeze 2>/dev/null | grep -E '^(torch|triton|pytorch-triton-rocm)==' >"$keep" || true
     else
         [ -d .venv ] || "$python" -m venv .venv
-        extras=$(echo "$*" | tr ' ' ',')
     fi
     # shellcheck disable=SC1091
     source .venv/bin/activate
     stamp=.venv/installed-$(cat pyproject.toml - <<<"$extras" | sha256sum | cut -c1-16)
     if [ ! -e "$stamp" ]; then
-        echo "installing into .venv (a minute or two) ..." >&2
+        echo "installing into .venv (a minute or two where pip has a CPU torch at hand) ..." >&2
         if ! python -c 'import torch' 2>/dev/null; then
             # shellcheck disable=SC2086
-            pip install --quiet --disable-pip-version-check ${TORCH_INSTALL:-torch==2.13.0} 2>&1 | grep -v '^WARNING' >&2 || true
+            quiet_pip ${TORCH_INSTALL:-torch==2.13.0} || return 1
         fi
-        pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}" 2> >(grep -v '^WARNING' >&2)
+        quiet_pip -c "$keep" -e ".${extras:+[$extras]}" || return 1
         touch "$stamp"
     fi
+}
+
+quiet_pip() {
+    pip install --quiet --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2)
 }

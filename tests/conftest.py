@@ -1,5 +1,6 @@
 """Markers that need hardware are skipped where it is absent, with the reason in the report."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ def _missing(item: pytest.Item) -> str | None:
     names = {mark.name for mark in item.iter_markers()}
     if not names & {"accelerator", "nvidia", "rocm", "multi_gpu", "weights"}:
         return None
-    if "weights" in names:
-        return "needs the released LTX-2.5 checkpoint"
+    if "weights" in names and not os.environ.get("LTX_WEIGHTS"):
+        return "needs the released checkpoint: LTX_WEIGHTS=FOLDER"
     if not torch.cuda.is_available():
         return "needs a GPU"
     if "rocm" in names and torch.version.hip is None:

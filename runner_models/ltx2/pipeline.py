@@ -125,8 +125,7 @@ class Ltx2Model:
         self, request: VideoRequest, *, timer: StageTimer = lambda stage: nullcontext(), progress: bool = False
     ) -> VideoOutput | None:
         """Make one video; see `runner_models.api.VideoModel`."""
-        # Every rank encodes the prompt and draws the whole noise, from one seed: the embeddings of one prompt are 385
-        # MB in bf16, more to send than to compute.
+        # Every rank encodes the prompt and draws the whole noise, from one seed: nothing to send, nobody waits.
         video_latents, audio_latents, generator = self._denoise(request, timer=timer, progress=progress)
         if not self.state.is_replica_leader:
             return None

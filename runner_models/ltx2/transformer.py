@@ -176,7 +176,7 @@ class VideoSelfAttention:
     ) -> torch.Tensor:
         """(B, S, H * D) of this rank's tokens -> the same shape."""
         if attention_mask is not None:
-            raise ValueError("a named --attention_backend takes no attention mask.")
+            raise ValueError("video self-attention takes no attention mask here.")
         assert encoder_hidden_states is None
         value = attn.to_v(hidden_states)
         if all_perturbed is None:

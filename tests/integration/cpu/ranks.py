@@ -62,7 +62,7 @@ def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> tu
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300) -> Any:
-    """Rank 0's result; an AssertionError with the traceback of the first rank that failed."""
+    """Rank 0's result once every rank has ended well; an AssertionError with the traceback of the first that failed."""
     processes, queue = start_ranks(function, world_size, *args)
     end = time.monotonic() + timeout_s
     try:
@@ -75,9 +75,24 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 assert not any(codes), f"ranks ended with {codes}"
                 continue
             assert trace is None, trace
-            return result
+            break
+        for process in processes:
+            process.join(timeout=max(1, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        late = [] if not any(codes) else [trace for _, _, trace in _drain(queue) if trace]
+        assert codes == [0] * world_size, f"ranks ended with {codes}\n" + "\n".join(late)
+        return result
     finally:
         for process in processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
+
+
+def _drain(queue: Any) -> list[tuple[int, Any, str | None]]:
+    found = []
+    try:
+        while True:
+            found.append(queue.get(timeout=0.2))
+    except Empty:
+        return found
