@@ -7,33 +7,17 @@ works in place on its input, in slices of frames. Layout (B, T, H, W, C), and (.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from layers.neighborhood_attention.backend import NeighborhoodAttention
 from runner_models.ltx2.decoder.buffers import FrameBuffer
 from runner_models.ltx2.decoder.flow import WindowNode
 from runner_models.ltx2.decoder.geometry import Stage, Window
 from runner_models.ltx2.decoder.halo import KeyValues, Shard
-
-
-class OffsetAttention(Protocol):
-    """Neighborhood attention over a part of the grid; see layers.neighborhood_attention."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kernel_size: tuple[int, int, int],
-        *,
-        q_start: tuple[int, int, int] = (0, 0, 0),
-        kv_start: tuple[int, int, int] = (0, 0, 0),
-        grid: tuple[int, int, int] | None = None,
-    ) -> torch.Tensor:
-        """q (B, Tq, Hq, Wq, heads, head_dim), scaled; k, v (B, Tk, Hk, Wk, heads, head_dim); q's shape."""
-        ...
+from runner_models.ltx2.qkv import project as project_qkv
 
 
 @dataclass(frozen=True)
@@ -65,7 +49,7 @@ class Block(WindowNode[torch.Tensor]):
         stage: Stage,
         cap: int,
         *,
-        attention: OffsetAttention,
+        attention: NeighborhoodAttention,
         shard: Shard | None = None,
         context: Context | None = None,
         modulation: Modulation | None = None,
@@ -160,14 +144,14 @@ class Block(WindowNode[torch.Tensor]):
         return x if self.modulation is None else x.mul_(self.modulation.mlp_scale).add_(self.modulation.mlp_shift)
 
 
-_SLICE_TOKENS = {"cpu": 2**14, "accelerator": 2**17}
+SLICE_TOKENS = {"cpu": 2**14, "accelerator": 2**17}
 """Tokens that go through the pointwise part at once; 2**17 are three temporaries of 256 MiB in stage 5's MLP."""
 
 
 def frame_slices(frames: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """(B, T, H, W, ...) in slices of whole frames; each with its place on T."""
     tokens = frames.shape[0] * frames.shape[2] * frames.shape[3]
-    step = max(1, _SLICE_TOKENS["cpu" if frames.device.type == "cpu" else "accelerator"] // tokens)
+    step = max(1, SLICE_TOKENS["cpu" if frames.device.type == "cpu" else "accelerator"] // tokens)
     for first in range(0, frames.shape[1], step):
         index = slice(first, min(first + step, frames.shape[1]))
         yield index, frames[:, index]
@@ -177,10 +161,10 @@ def project(attn: Any, x: torch.Tensor, starts: tuple[int, ...], *, out: tuple[t
     """Q (scaled), K, V of the normed x (B, T, H, W, C), whose first token lies at `starts` (T, H, W) of the whole grid,
     into three (B, T, H, W, heads, head_dim) tensors. The order is project_qkv's: norm, scale, rotate.
     """
-    q, k, v = out
-    v.copy_(attn.to_v(x).view(v.shape))
-    rotate(attn.rope, attn.norm_q(attn.to_q(x).view(q.shape)).mul_(attn.scale), starts, out=q)
-    rotate(attn.rope, attn.norm_k(attn.to_k(x).view(k.shape)), starts, out=k)
+    q, k, v = project_qkv(attn, x)
+    out[2].copy_(v)
+    rotate(attn.rope, attn.norm_q(q).mul_(attn.scale), starts, out=out[0])
+    rotate(attn.rope, attn.norm_k(k), starts, out=out[1])
 
 
 def rotate(rope: Any, x: torch.Tensor, starts: tuple[int, ...], *, out: torch.Tensor) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from runner_models.ltx2.decoder.block import Block, Context, OffsetAttention
+from layers.neighborhood_attention.backend import NeighborhoodAttention
+from runner_models.ltx2.decoder.block import Block, Context
 from runner_models.ltx2.decoder.flow import Node, Watch, drive, split_frames
 from runner_models.ltx2.decoder.geometry import Stage, ghost_latents, stages_of
 from runner_models.ltx2.decoder.halo import Shard
@@ -23,7 +24,7 @@ from runner_models.ltx2.decoder.steps import Canvas, Crop, Start, StepEntry, Ste
 class ExactDecoder:
     """Decodes with the weights of a stock LTX2VideoDiffusionDecoderModel, which is not changed."""
 
-    def __init__(self, model: Any, *, attention: OffsetAttention) -> None:
+    def __init__(self, model: Any, *, attention: NeighborhoodAttention) -> None:
         self.model, self.attention = model, attention
 
     @torch.inference_mode()
