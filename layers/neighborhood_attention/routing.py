@@ -9,6 +9,9 @@ from layers.neighborhood_attention.backend import Backend, Size, Unserved
 from layers.neighborhood_attention.geometry import Axis, check_inputs
 from layers.neighborhood_attention.sdpa import neighborhood_attention_sdpa
 
+_MIN_WIDTH = 32
+"""Columns that a cut of the keys leaves: below, AITER does not take all kernels."""
+
 
 class RoutedAttention:
     """A NeighborhoodAttention that calls one of `backends`: the first, or the one preferred for the kernel size.
@@ -58,15 +61,27 @@ class RoutedAttention:
 def _on_the_keys_grid(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Size, axes: Sequence[Axis]
 ) -> torch.Tensor:
-    """The queries as part of a grid that is the keys' region, and the result cut out of it.
+    """The queries as part of a grid that is the region of their keys, and the result cut out of it.
 
     Windows are the same there: a window is shifted only by a border of the whole grid, and where the keys hold a
     shifted window they reach that border; a window that is not shifted lies inside the keys as it is.
     """
     if q.shape == k.shape:
         return backend.attend(q, k, v, kernel)
-    first = [axis.q_start - axis.kv_start for axis in axes]
-    region = tuple(slice(i, i + axis.q_len) for i, axis in zip(first, axes, strict=True))
+    keys = [_keys(axis, at_least) for axis, at_least in zip(axes, (0, 0, _MIN_WIDTH), strict=True)]
+    for dim, (axis, (begin, end)) in enumerate(zip(axes, keys, strict=True), start=1):
+        k, v = (x.narrow(dim, begin - axis.kv_start, end - begin) for x in (k, v))
+    inside = tuple(
+        slice(axis.q_start - begin, axis.q_start - begin + axis.q_len)
+        for axis, (begin, _) in zip(axes, keys, strict=True)
+    )
     whole = q.new_zeros(k.shape)
-    whole[:, *region] = q
-    return backend.attend(whole, k, v, kernel)[:, *region]
+    whole[:, *inside] = q
+    return backend.attend(whole, k, v, kernel)[:, *inside]
+
+
+def _keys(axis: Axis, at_least: int) -> tuple[int, int]:
+    """The keys that the queries see, made `at_least` many where there are."""
+    begin, end = axis.key_range(axis.q_start, axis.q_start + axis.q_len - 1)
+    end = max(end, min(begin + at_least, axis.kv_start + axis.kv_len))
+    return max(axis.kv_start, min(begin, end - at_least)), end

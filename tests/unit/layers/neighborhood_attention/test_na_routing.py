@@ -77,6 +77,37 @@ def test_offsets_on_all_axes_with_more_keys_than_needed(natten: RoutedAttention)
     assert natten.routed == {}
 
 
+def test_keys_that_no_query_sees_are_left_out() -> None:
+    """A border of a shard comes with all of the shard's keys; columns stay 32, for AITER."""
+    seen = []
+    attention = RoutedAttention(
+        [
+            Backend(
+                "recording",
+                lambda q, k, v, kernel: (
+                    seen.append(tuple(k.shape[1:4])) or neighborhood_attention_sdpa(q, k, v, kernel)
+                ),
+                takes_offsets=False,
+            )
+        ]
+    )
+    grid, kernel = (6, 20, 50), (3, 5, 5)
+    q, k, v = qkv((1, *grid, 1, 16))
+    wanted = neighborhood_attention_sdpa(q, k, v, kernel)
+    for rows, columns, region in [
+        ((0, 2), (0, 50), (6, 5, 50)),
+        ((17, 20), (0, 50), (6, 5, 50)),
+        ((8, 10), (0, 3), (6, 6, 32)),
+        ((8, 10), (48, 50), (6, 6, 32)),
+        ((8, 10), (20, 24), (6, 6, 32)),
+        ((0, 20), (2, 49), (6, 20, 50)),
+    ]:
+        part = (slice(None), slice(None), slice(*rows), slice(*columns))
+        got = attention(q[part], k, v, kernel, q_start=(0, rows[0], columns[0]))
+        assert relative(got, wanted[part]) <= TOLERANCE
+        assert seen.pop() == region
+
+
 def test_natten_gets_contiguous_tensors(natten: RoutedAttention) -> None:
     """The stand-in, as the real one, is wrong for others."""
     q, k, v = qkv((1, 4, 6, 6, 2, 16))
