@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    if sys.stderr is None:  # started with it closed
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     _configure_logging()
     _configure_allocator()
     from runner import cli
@@ -30,10 +32,17 @@ def main(argv: list[str] | None = None) -> int:
         return _run(config)
     except UsageError as error:
         return _refuse(error)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # --dry_run | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _run(config: RunConfig) -> int:
     import torch
+    import torch.distributed as dist
 
     from runner import distributed, engine
     from runner.plan import render
@@ -42,20 +51,19 @@ def _run(config: RunConfig) -> int:
 
     if config.dry_run:
         if _rank() == 0:
-            print(render(make_plan(config)))
+            print(render(make_plan(config)), flush=True)
         return 0
     config = preflight(config)
-    session = distributed.start(
-        ulysses_degree=config.ulysses_degree,
-        ring_degree=config.ring_degree,
-        data_parallel_degree=config.data_parallel_degree,
-        device=config.device,
-        describe=_describe,
-    )
     try:
-        with session:
+        with distributed.start(
+            ulysses_degree=config.ulysses_degree,
+            ring_degree=config.ring_degree,
+            data_parallel_degree=config.data_parallel_degree,
+            device=config.device,
+            describe=_describe,
+        ) as session:
             engine.run(config, session)
-    except (UsageError, SetupError, torch.OutOfMemoryError, OSError, KeyboardInterrupt) as error:
+    except (UsageError, SetupError, torch.OutOfMemoryError, dist.DistError, OSError, KeyboardInterrupt) as error:
         # One process: with more, leaving the session has ended all of them.
         text, code = _describe(error)
         print(f"error: {text}", file=sys.stderr)
@@ -66,6 +74,7 @@ def _run(config: RunConfig) -> int:
 def _describe(error: BaseException) -> tuple[str, int]:
     """What to print and the exit code: one line for what the user can mend, a traceback for a fault of ours."""
     import torch
+    import torch.distributed as dist
 
     from runner.distributed import describe_failure
     from runner_models.api import SetupError
@@ -74,6 +83,8 @@ def _describe(error: BaseException) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {error}", 1
+    if isinstance(error, ConnectionError | dist.DistError):
+        return f"lost the other ranks: {str(error).splitlines()[0]}", 1
     if isinstance(error, OSError) and error.filename is not None:
         return str(error), 1
     return describe_failure(error)

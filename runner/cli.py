@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -16,7 +15,7 @@ import yaml
 from runner import __version__
 from runner.checks import NOT_YET
 from runner.config import RunConfig
-from runner.errors import UsageError
+from runner.errors import UsageError, user_path
 from runner.flags import FLAGS, GROUPS, Flag, convert, read_values, unknown
 from runner.prompts import read_prompts
 from runner.xfuser_flags import UNSUPPORTED, refusal
@@ -147,12 +146,14 @@ def _from_sidecar(path: str) -> dict[str, Any]:
 
 def _mapping(name: str, path: str, load: Callable[[str], Any]) -> dict[Any, Any]:
     try:
-        content = load(Path(path).expanduser().read_bytes().decode("utf-8-sig"))
+        content = load(user_path(path, name).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise UsageError(f"{name} does not exist.") from error
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+    except UsageError:
+        raise
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{name} is damaged: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         raise UsageError(f"{name} holds no flags; write one a line, as in `num_frames: 121`.")

@@ -25,6 +25,7 @@ from runner.watchdog import Launch, Watchdog, exit_on_signal, poll
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+CONNECT_TIMEOUT = timedelta(seconds=30)
 
 Describe = Callable[[BaseException], tuple[str, int]]
 
@@ -88,9 +89,7 @@ def start(
 def _connect(launch: Launch, *, second: bool = False) -> dist.TCPStore:
     """A connection to the store; the watchdog has its own, because a blocking get holds a connection's lock."""
     hosts = launch.rank == 0 and not launch.agent_hosts_store and not second
-    return dist.TCPStore(
-        launch.address, launch.port, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=120)
-    )
+    return dist.TCPStore(launch.address, launch.port, is_master=hosts, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
 
 
 def build_state(
@@ -146,7 +145,8 @@ def build_state(
 class Session:
     """This process's part in the world. Leaving it on an exception ends every rank; leaving it in peace waits for all.
 
-    With one process every method is a no-op, and exceptions pass through. SIGTERM unwinds like Ctrl-C in either case.
+    With one process every method is a no-op, and exceptions pass through. SIGTERM and SIGHUP unwind like Ctrl-C in
+    either case.
     """
 
     def __init__(
@@ -164,11 +164,13 @@ class Session:
         self._describe = describe
         self._store = store
         self._used: dict[str, int] = {}
-        self._sigterm: Any = None
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Session":
         if threading.current_thread() is threading.main_thread():
-            self._sigterm = signal.signal(signal.SIGTERM, exit_on_signal)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup wants a closed terminal to go unnoticed
+                    self._handlers[number] = signal.signal(number, exit_on_signal)
         return self
 
     def __exit__(
@@ -178,8 +180,8 @@ class Session:
             if error is not None and not (isinstance(error, SystemExit) and not error.code):
                 self._watchdog.abort(*self._describe(error))
             self._close()
-        if self._sigterm is not None:
-            signal.signal(signal.SIGTERM, self._sigterm)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def on_abort(self, cleanup: Callable[[], None]) -> None:
         """Call this when the process is ended hard, from another thread: to remove what must not stay half-written."""

@@ -14,10 +14,11 @@ import av
 import numpy as np
 import requests
 import torch
+import urllib3
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, Interpolation, VideoReformatter
 from PIL import Image, ImageOps
 
-from runner.errors import UsageError
+from runner.errors import UsageError, user_path
 from runner.sidecar import partial_path
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def load_image(path_or_url: str, *, height: int, width: int, resize: bool) -> Im
     except Image.DecompressionBombError as error:
         raise UsageError(f"{name} is too large ({error}); give a smaller image") from error
     # What Pillow's decoders raise on damaged files: each format has its own choice.
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
+    except (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error) as error:
         raise UsageError(f"{name} is damaged or truncated ({error}); give a complete png, jpeg or webp file") from error
     image = _to_rgb(stored, name)
     if min(image.size) < 2:
@@ -79,7 +80,7 @@ def _fetch(path_or_url: str, name: str) -> BytesIO:
     scheme, separator, _ = path_or_url.partition("://")
     if not separator:
         try:
-            return BytesIO(Path(path_or_url).expanduser().read_bytes())
+            return BytesIO(user_path(path_or_url, name).read_bytes())
         except OSError as error:
             reason = error.strerror
             raise UsageError(f"{name} cannot be read ({reason}); give an image file or an http(s) URL") from error
@@ -93,7 +94,7 @@ def _fetch(path_or_url: str, name: str) -> BytesIO:
                 data.write(block)
                 if data.tell() > MAX_DOWNLOAD_BYTES:
                     raise UsageError(f"{name} is larger than {MAX_DOWNLOAD_BYTES // 2**20} MiB; give a smaller image")
-    except requests.RequestException as error:
+    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
         raise UsageError(f"{name} could not be fetched ({error}); check the URL or give a file") from error
     data.seek(0)
     return data

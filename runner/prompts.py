@@ -2,9 +2,8 @@
 
 import csv
 import io
-from pathlib import Path
 
-from runner.errors import UsageError
+from runner.errors import UsageError, user_path
 
 COLUMN = "prompt"
 
@@ -19,7 +18,7 @@ def read_prompts(path: str) -> tuple[str, ...]:
     """
     name = f"--dataset_path {path}"
     try:
-        text = Path(path).expanduser().read_bytes().decode("utf-8-sig")
+        text = user_path(path, name).read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
         raise UsageError(f"{name} does not exist; give a .csv or a text file.") from error
     except OSError as error:
@@ -45,6 +44,10 @@ def _csv_prompts(text: str, name: str) -> list[str]:
             raise UsageError(f"{name} has no column `{COLUMN}`; it has {', '.join(columns)}.")
         prompts = []
         for row in rows:
+            if None in row:
+                raise UsageError(
+                    f"{name} has more fields in line {rows.line_num} than columns; put a prompt with commas in quotes."
+                )
             prompt = (row[COLUMN] or "").strip()
             if not prompt:
                 raise UsageError(f"{name} has a blank prompt in line {rows.line_num}.")

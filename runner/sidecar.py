@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from runner.errors import UsageError
+from runner.errors import UsageError, user_path
 
 
 def partial_path(path: Path) -> Path:
@@ -30,7 +30,7 @@ def check_output_directory(path: str | Path, *, needed_bytes: int) -> Path:
     Raises:
         UsageError: it cannot be created, a file cannot be written in it, or its disk has less than `needed_bytes` free.
     """
-    directory = Path(path).expanduser()
+    directory = user_path(str(path), f"--output_directory {path}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".writable_") as probe:

@@ -4,11 +4,12 @@ Every rank runs it beside the work. torch's C++ waits release the GIL, so it goe
 collective. It ends this process, with os._exit, as soon as
 - a rank has posted its error in the store (looked at twice a second),
 - a rank on this host has died without a word (its process is gone or a zombie),
-- SIGTERM or SIGINT came, and the main thread, stuck in C++ where no Python handler runs, did not unwind in time.
+- SIGTERM, SIGINT or SIGHUP came, and the main thread, stuck in C++ where no Python handler runs, did not unwind.
 The first to claim the error key prints the cause; what was half done is removed by callbacks.
 """
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -30,6 +31,8 @@ POLL_S = 0.5
 # together far below the 30 s after which torchrun sends SIGKILL.
 UNWIND_S = 5.0
 FAREWELL_S = 5.0
+# How long the ranks may be apart at the start: imports from a cold network disk take minutes.
+PEERS_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,22 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Wait for every rank to say who it is, then watch."""
+        """Wait for every rank to say who it is, then watch.
+
+        Raises:
+            ConnectionError: a rank did not come, or whoever started the ranks has gone.
+        """
+        parent = os.getppid()
         self._store.set(f"peer/{self.launch.rank}", json.dumps([self._here, os.getpid()]))
         if threading.current_thread() is threading.main_thread():
             # The C handler writes the signal's number here at once, even while no Python handler can run.
             self._wakeup.setblocking(False)
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         for rank in range(self.launch.world_size):
-            poll(lambda rank=rank: self._store.check([f"peer/{rank}"]))  # type: ignore[misc]
+            here = functools.partial(self._store.check, [f"peer/{rank}"])
+            poll(lambda here=here: here() or os.getppid() != parent, limit_s=PEERS_S)  # type: ignore[misc]
+            if not here():
+                raise ConnectionError(f"rank {rank} did not come within {PEERS_S:.0f} s, or torchrun has gone")
             self._peers[rank] = json.loads(self._store.get(f"peer/{rank}"))
         self._thread.start()
 
@@ -147,7 +158,7 @@ class Watchdog:
                 return
             received = self._signals.recv(16)[-1] if ready else 0
             try:
-                if received in (signal.SIGINT, signal.SIGTERM):
+                if received in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     if self._stop.wait(UNWIND_S):
                         return  # the run had just ended in peace
                     self.abort(f"stopped by {signal.Signals(received).name}", 128 + received)

@@ -85,10 +85,7 @@ def read_config(name: str, model: str, recipe: Recipe, *, load_format: str) -> d
     if load_format == "dummy" or not folder.is_dir():
         return component_config(name)
     path = _checked(folder, recipe, model) / (recipe.transformer_subfolder if name == "transformer" else name)
-    try:
-        return json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise SetupError(f"--model {model}: {path / 'config.json'} cannot be read ({error}).") from error
+    return _read_json(path / "config.json")
 
 
 def needed_folders(recipe: Recipe) -> tuple[str, ...]:
@@ -98,14 +95,28 @@ def needed_folders(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _checked(folder: Path, recipe: Recipe, model: str) -> Path:
+    """The folder, if it holds every component whole: names, json, the shards of an index, the length of each file."""
     no_weights = {"scheduler", "tokenizer"}
     for name in needed_folders(recipe):
-        files = [path.name for path in (folder / name).glob("*")] if (folder / name).is_dir() else []
+        files = {path.name for path in (folder / name).glob("*")} if (folder / name).is_dir() else set()
         if not files:
             raise SetupError(f"--model {model}: {folder} has no {name}/; the layout of {HUB_REPOSITORY} is needed.")
+        for path in (folder / name).glob("*.json"):
+            content = _read_json(path)
+            shards = set(content.get("weight_map", {}).values()) if path.name.endswith(".index.json") else set()
+            if shards - files:
+                raise SetupError(f"--model {model}: {folder / name} lacks {min(shards - files)}; fetch it again.")
         if name not in no_weights and not any(file.endswith(".safetensors") for file in files):
             raise SetupError(f"--model {model}: {folder / name} has no .safetensors file; other formats are not read.")
+    parameter_counts(folder, recipe)
     return folder
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{path} cannot be read ({error}); fetch it again.") from error
 
 
 def _download(recipe: Recipe, *, revision: str | None, local_files_only: bool) -> Path:

@@ -5,6 +5,7 @@ decoder keeps the production kernels and head_dim and two blocks a stage, so tha
 show; gains are sharpened so that a wrong position or a dropped prompt moves the output by tens of per cent.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -18,8 +19,10 @@ from runner_models.ltx2.build import build_component, component_config, make_sch
 
 logger = logging.getLogger(__name__)
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Raise it whenever the bytes of the checkpoint change; older caches are then left alone."""
+
+_SIZES = "sizes.json"
 
 _HEADS, _HEAD_DIM, _AUDIO_HEAD_DIM = 8, 16, 8
 _TEXT_WIDTH, _TEXT_LAYERS = 48, 3
@@ -125,22 +128,33 @@ def tiny_checkpoint(root: Path | None = None) -> Path:
     """
     target = tiny_folder(root)
     root = target.parent
-    if (target / "model_index.json").is_file():
+    if _is_whole(target):
         return target
     root.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".tiny-v{RECIPE_VERSION}-", dir=root))
     logger.info("making the tiny random checkpoint in %s", target)
     try:
-        _write_checkpoint(building)
-        building.chmod(0o755)
+        _write_checkpoint(building / "new")
+        if target.exists() and not _is_whole(target):
+            logger.warning("%s is damaged and is made again", target)
+            target.rename(building / "damaged")
         try:
-            building.rename(target)
+            (building / "new").rename(target)
         except OSError:  # another process renamed its own first; both are the same bytes
-            if not (target / "model_index.json").is_file():
+            if not _is_whole(target):
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return target
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file that was written is there with all its bytes; `_SIZES` is written last."""
+    try:
+        sizes = json.loads((folder / _SIZES).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
 
 
 def _write_checkpoint(folder: Path) -> None:
@@ -160,6 +174,8 @@ def _write_checkpoint(folder: Path) -> None:
     }
     for name, module in outside_the_pipeline.items():
         module.save_pretrained(folder / name)
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    (folder / _SIZES).write_text(json.dumps(sizes, indent=1, sort_keys=True))
 
 
 def tiny_config(name: str) -> dict[str, Any]:

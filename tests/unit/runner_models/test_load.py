@@ -40,6 +40,7 @@ def test_tiny_survives_a_second_maker_and_leaves_nothing_behind(
 ) -> None:
     def slower_maker(folder: Path) -> None:
         shutil.copytree(checkpoint, tmp_path / checkpoint.name)  # the other process is first
+        folder.mkdir()
         (folder / "model_index.json").write_text("mine")
 
     monkeypatch.setattr(tiny, "_write_checkpoint", slower_maker)
@@ -49,6 +50,7 @@ def test_tiny_survives_a_second_maker_and_leaves_nothing_behind(
 
 def test_an_interrupted_maker_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(folder: Path) -> None:
+        folder.mkdir()
         (folder / "half").write_text("")
         raise KeyboardInterrupt
 
@@ -56,6 +58,40 @@ def test_an_interrupted_maker_leaves_nothing_behind(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         tiny.tiny_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["cut short", "deleted", "no index"])
+def test_a_damaged_cache_is_made_again(damage: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / checkpoint.name
+    shutil.copytree(checkpoint, folder)
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    if damage == "cut short":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        (weights if damage == "deleted" else folder / "model_index.json").unlink()
+    assert _bytes(tiny.tiny_checkpoint(tmp_path)) == _bytes(checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name]
+
+
+_DAMAGED = [
+    ("vae/diffusion_pytorch_model.safetensors", b"version https://git-lfs", "is cut short, or a pointer"),
+    ("vae/diffusion_pytorch_model.safetensors", None, "is cut short, or a pointer"),
+    ("transformer/config.json", b"{", r"config\.json cannot be read"),
+    ("vae/a.index.json", b'{"weight_map": {"x": "gone.safetensors"}}', r"lacks gone\.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), _DAMAGED, ids=["pointer", "cut", "config", "shard"])
+def test_a_damaged_folder_is_one_line(
+    name: str, content: bytes | None, message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint, folder)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    with pytest.raises(SetupError, match=message) as caught:
+        resolve(str(folder), DISTILLED, load_format="auto")
+    assert "\n" not in str(caught.value)
 
 
 def test_parameter_tables_are_counted(checkpoint: Path) -> None:
