@@ -424,3 +424,38 @@ def test_dry_run_shows_a_run_that_does_not_fit_here() -> None:
     plan = make_plan(run(line), environ={})
     assert plan["fits"] is False
     assert "does not fit here: --height 16384 --width 16384 --num_frames 121 needs about" in render(plan)
+
+
+_AWKWARD = [
+    (["--prompt", "caf\udce9"], "--prompt holds bytes that are no UTF-8 text"),
+    (["--prompt", "x", "--output_directory", "d\0e"], "--output_directory holds bytes that are no UTF-8 text"),
+    (["--dataset_path", "~nosuchuser/x.txt"], "--dataset_path ~nosuchuser/x.txt: there is no such user"),
+    (["--prompt", "x", "--config", "~nosuchuser/x.yaml"], "--config ~nosuchuser/x.yaml: there is no such user"),
+    (["--prompt", "x", "--model", "m" * 5000], "is neither a known model nor a folder"),
+    (["--prompt", "x", "--model", "~nosuchuser/m"], "is neither a known model nor a folder"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), _AWKWARD, ids=[message[:24] for _, message in _AWKWARD])
+def test_awkward_text_is_one_line(flags: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(["--model", "tiny", "--task", "t2v", *flags])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["seed: 2026-13-45", "[" * 5000, f"seed: {'9' * 5000}"], ids=["date", "deep", "long"]
+)
+def test_awkward_yaml_is_one_line(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        parse(["--model", "tiny", "--task", "t2v", "--prompt", "x", "--config", str(path)])
+    assert str(caught.value).startswith(f"--config {path}") or "--seed" in str(caught.value)
+
+
+def test_a_prompt_with_bare_commas_is_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt\na cat, dancing\n")
+    with pytest.raises(UsageError, match="more fields in line 2 than columns"):
+        parse(["--model", "tiny", "--task", "t2v", "--dataset_path", str(path)])
