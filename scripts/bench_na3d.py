@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="json to write")
     parser.add_argument("--plot", type=Path, help="draw this json instead of measuring")
     parser.add_argument("--seconds", type=float, default=4.0, help="timing time per shape")
+    parser.add_argument("--grids", nargs="+", metavar="TxHxW", help="only these grids of the list")
     parser.add_argument("--limit", type=float, default=5e-3, help="relative L2 above which a variant is not timed")
     args = parser.parse_args()
     if args.plot:
@@ -238,6 +239,8 @@ def main() -> None:
     torch.manual_seed(0)
     records: list[dict] = []
     for grid, kernel in SHAPES:
+        if args.grids and "x".join(map(str, grid[:3])) not in args.grids:
+            continue
         records += measure(grid, kernel, args.seconds, args.limit)
         torch.cuda.empty_cache()
     import triton
