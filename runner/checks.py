@@ -11,6 +11,7 @@ from runner.flags import FLAGS
 from runner_models.ltx2.recipes import (
     AUDIO_LATENTS_PER_SECOND,
     PROMPT_REGISTERS,
+    SPATIAL_RATIO,
     TEMPORAL_RATIO,
     Recipe,
     token_counts,
@@ -25,11 +26,7 @@ MAX_SEED = 2**63 - 1
 MAX_SECONDS = 3600
 """A lower frame rate than this needs is a typing error, and would ask for millions of audio tokens."""
 
-NOT_YET: tuple[str, ...] = (
-    "enable_tiling",
-    "use_parallel_vae",
-    "profile",
-)
+NOT_YET: tuple[str, ...] = ("profile",)
 """Flags that take their default only, until what they ask for exists."""
 
 
@@ -60,6 +57,7 @@ def check(
         *_video_problems(config),
         *_sampling_problems(config),
         *_run_problems(config),
+        *_decode_problems(config),
         *(_not_yet_problems(config) or _degree_problems(config, world_size, num_heads)),
         *_device_problems(config, local_world_size, gpu_count),
     ]
@@ -167,6 +165,24 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
         value = getattr(config, name)
         if value < smallest:
             yield f"--{name} {value} is below the minimum of {smallest}; give {smallest} or more."
+
+
+def _decode_problems(config: RunConfig) -> Iterator[str]:
+    chunk, ranks = config.decode_chunk_frames, config.sequence_degree
+    if chunk is not None and (chunk < TEMPORAL_RATIO or chunk % TEMPORAL_RATIO):
+        lower = chunk // TEMPORAL_RATIO * TEMPORAL_RATIO
+        near = f"are {lower} and {lower + TEMPORAL_RATIO}" if lower > 0 else f"is {TEMPORAL_RATIO}"
+        yield f"--decode_chunk_frames {chunk} is not a multiple of {TEMPORAL_RATIO}; the nearest valid {near}."
+    if config.vae_decode != "exact" and chunk is not None:
+        yield f"--decode_chunk_frames {chunk} needs --vae_decode exact; {config.vae_decode} has no chunks."
+    if config.vae_decode == "conv" and config.use_parallel_vae and ranks > 1:
+        yield "--use_parallel_vae spreads --vae_decode exact and tiled; conv decodes on one rank: leave one out."
+    rows = max(config.height, config.width) // SPATIAL_RATIO
+    if config.vae_decode == "exact" and config.use_parallel_vae and ranks > rows:
+        yield (
+            f"--use_parallel_vae with {ranks} ranks a video, and --height {config.height} --width {config.width} has "
+            f"{rows} latent rows to share; use at most {rows} ranks a video, or leave --use_parallel_vae out."
+        )
 
 
 def _not_yet_problems(config: RunConfig) -> list[str]:

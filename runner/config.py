@@ -10,6 +10,7 @@ from typing import Any
 from runner.errors import UsageError
 from runner.flags import FLAGS, read_values
 from runner_models import find_recipe
+from runner_models.ltx2.decoder.options import DecodeOptions
 from runner_models.ltx2.recipes import DEFAULT_NEGATIVE_PROMPT, Recipe
 
 
@@ -47,6 +48,8 @@ class RunConfig:
     use_torch_compile: bool
     use_parallel_vae: bool
     enable_tiling: bool
+    decode_chunk_frames: int | None
+    vae_decode: str
     enable_model_cpu_offload: bool
     num_iterations: int
     warmup_calls: int
@@ -104,6 +107,12 @@ class RunConfig:
     def sequence_degree(self) -> int:
         """Ranks that make one video together."""
         return self.ulysses_degree * self.ring_degree
+
+    @property
+    def decode_options(self) -> DecodeOptions:
+        """How latents become frames."""
+        streaming = self.enable_tiling or self.decode_chunk_frames is not None
+        return DecodeOptions(self.vae_decode, self.use_parallel_vae, streaming, self.decode_chunk_frames)
 
     @property
     def prompts(self) -> tuple[str, ...]:

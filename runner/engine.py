@@ -3,23 +3,25 @@
 Every rank runs this. With data parallelism prompt i goes to replica i % data_parallel_degree. Only rank 0 writes files.
 """
 
+import functools
 import hashlib
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from layers.parallel_state import ParallelState
 from runner.config import RunConfig
+from runner.delivery import Save, Saved, receive_video, save_video, send_video
 from runner.distributed import Session
 from runner.environment import environment
-from runner.media import VideoWriter, load_image
+from runner.errors import UsageError
+from runner.media import load_image
 from runner.metrics import (
     Sample,
     StageClock,
@@ -31,9 +33,9 @@ from runner.metrics import (
     summary_table,
 )
 from runner.preflight import check_memory
-from runner.sidecar import check_output_directory, output_path, partial_path, write_json
+from runner.sidecar import check_output_directory, write_json
 from runner_models import load_model, split_folder
-from runner_models.api import VideoModel, VideoOutput, VideoRequest
+from runner_models.api import VideoModel, VideoRequest
 from runner_models.ltx2.attentions import choose_attentions
 from runner_models.ltx2.load import Source, resolve
 
@@ -53,7 +55,8 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     state = session.state
     config = session.broadcast_object(config)
     check_memory(config)
-    requests = make_requests(config)
+    # Read once: a URL, or a file on another host, might give every rank another picture.
+    requests = session.broadcast_object(make_requests(config) if state.rank == 0 else None)
     if state.rank == 0:
         pixels = config.height * config.width * config.num_frames
         check_output_directory(config.output_directory, needed_bytes=int(len(requests) * pixels * _BYTES_PER_PIXEL))
@@ -79,17 +82,20 @@ def run(config: RunConfig, session: Session) -> list[Path]:
         state=state,
         source=source,
         attentions=attentions,
+        decode=config.decode_options,
     )
     session.barrier("loaded")
     load_seconds = time.perf_counter() - started
     logger.info("loaded %s in %.1f s on %s", config.model, load_seconds, device_name(state.device))
-    if state.sequence_degree > 1:
-        logger.info("one of %d ranks decodes; --use_parallel_vae will spread it, once supported", state.sequence_degree)
+    if state.sequence_degree > 1 and not config.use_parallel_vae:
+        logger.info("one of %d ranks decodes; --use_parallel_vae spreads the video decode", state.sequence_degree)
     model.prepare(requests[0])
     compile_seconds = _compile(config, model, requests[0])
     for call in range(config.warmup_calls):
         logger.info("warm-up %d of %d", call + 1, config.warmup_calls)
-        model.generate(requests[0], timer=StageClock(state.device), progress=progress)
+        output = model.generate(requests[0], timer=StageClock(state.device), progress=progress)
+        if output is not None:
+            deque(output.frames, maxlen=0)
         session.barrier("warm-up")
 
     directory = Path(config.output_directory).expanduser()
@@ -97,16 +103,16 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     for iteration in range(config.num_iterations):
         last = iteration == config.num_iterations - 1
         for indices in _rounds(len(requests), state.data_parallel_degree):
-            done = _generate(model, requests, indices, iteration, session, progress=progress, deliver=last)
-            for sample, output in done:
-                if last:
-                    assert output is not None
+            save = functools.partial(save_video, config, requests, session) if last else None
+            done = _generate(model, requests, indices, iteration, session, progress=progress, save=save)
+            for sample, saved in done:
+                if saved is not None:
                     request = requests[sample.prompt_index]
-                    stem = config.output_stem(sample.prompt_index)
-                    path, sample = _save(directory, stem, request, output, sample, session)
-                    write_json(path.with_suffix(".json"), sidecar(config, model, request, output, sample))
-                    logger.info("saved %s", path)
-                    paths.append(path)
+                    sample = replace(sample, stage_seconds=sample.stage_seconds | saved.stage_seconds)
+                    details = sidecar(config, model, request, saved.audio_sample_rate, sample)
+                    write_json(saved.path.with_suffix(".json"), details)
+                    logger.info("saved %s", saved.path)
+                    paths.append(saved.path)
                 samples.append(sample)
             session.barrier("round")
     model.finish()
@@ -142,7 +148,10 @@ def _compile(config: RunConfig, model: VideoModel, request: VideoRequest) -> flo
     if not config.use_torch_compile:
         return None
     started = time.perf_counter()
-    seconds = model.compile(request)
+    try:
+        seconds = model.compile(request)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise UsageError(f"--use_torch_compile: the compiler failed ({str(error).splitlines()[0]}).") from error
     logger.info(
         "compiled the transformer's blocks in %.1f s (%.1f s with the calls that trigger it); not the decoder",
         seconds,
@@ -165,47 +174,35 @@ def _generate(
     session: Session,
     *,
     progress: bool,
-    deliver: bool,
-) -> list[tuple[Sample, VideoOutput | None]]:
-    """One request on each replica; on rank 0 the samples (slowest rank) and, with `deliver`, the videos of all."""
+    save: Save | None,
+) -> list[tuple[Sample, Saved | None]]:
+    """One request on each replica; on rank 0 the samples (slowest rank), and with `save` all videos are written."""
     state = session.state
-    output, sample = None, None
+    output, sample, saved = None, None, None
     if state.data_parallel_rank < len(indices):
         index = indices[state.data_parallel_rank]
         clock = StageClock(state.device)
         reset_peak_memory(state.device)
         output = model.generate(requests[index], timer=clock, progress=progress)
+        if output is not None and save is not None and state.rank == 0:
+            saved = save(index, output, clock.seconds)
+        elif output is not None and save is not None:
+            output = replace(output, frames=list(output.frames))
+        elif output is not None:
+            deque(output.frames, maxlen=0)
         sample = Sample(iteration, index, dict(clock.seconds), (peak_memory_bytes(state.device),))
     gathered = session.gather_objects(sample)
-    if deliver and state.is_replica_leader and state.data_parallel_rank and output is not None:
-        _send(output, state)
+    if save is not None and state.data_parallel_rank and output is not None:
+        send_video(output, state)
     if state.rank != 0:
         return []
-    results: list[tuple[Sample, VideoOutput | None]] = []
-    for replica in range(len(indices)):
+    results: list[tuple[Sample, Saved | None]] = []
+    for replica, index in enumerate(indices):
         leader = replica * state.sequence_degree
-        mine = gathered[leader : leader + state.sequence_degree]
-        delivered = output if replica == 0 else _receive(leader, state) if deliver else None
-        results.append((slowest(mine), delivered))
+        if replica and save is not None:
+            saved = save(index, receive_video(leader, state), {})
+        results.append((slowest(gathered[leader : leader + state.sequence_degree]), saved))
     return results
-
-
-def _send(output: VideoOutput, state: ParallelState) -> None:
-    """A replica's leader to rank 0, over the group of all leaders; on the CPU, so by gloo."""
-    header = [(output.frames.shape, output.audio.shape, output.audio_sample_rate)]
-    dist.send_object_list(header, dst=0, group=state.data_parallel_group, device=torch.device("cpu"))
-    for tensor in (output.frames, output.audio):
-        dist.send(tensor.contiguous(), dst=0, group=state.data_parallel_group)
-
-
-def _receive(leader: int, state: ParallelState) -> VideoOutput:
-    header: list[Any] = [None]
-    dist.recv_object_list(header, src=leader, group=state.data_parallel_group, device=torch.device("cpu"))
-    frames_shape, audio_shape, rate = header[0]
-    output = VideoOutput(torch.empty(frames_shape, dtype=torch.uint8), torch.empty(audio_shape), rate)
-    for tensor in (output.frames, output.audio):
-        dist.recv(tensor, src=leader, group=state.data_parallel_group)
-    return output
 
 
 def _silence_loading_bars() -> None:
@@ -241,29 +238,8 @@ def make_requests(config: RunConfig) -> list[VideoRequest]:
     ]
 
 
-def _save(
-    directory: Path, stem: str, request: VideoRequest, output: VideoOutput, sample: Sample, session: Session
-) -> tuple[Path, Sample]:
-    """Write the mp4 under a free name and add the seconds it took to the sample."""
-    clock = StageClock(torch.device("cpu"))
-    with clock("mux"):
-        path = output_path(directory, stem)
-        session.on_abort(lambda: partial_path(path).unlink(missing_ok=True))
-        writer = VideoWriter(
-            path,
-            height=request.height,
-            width=request.width,
-            frame_rate=request.frame_rate,
-            audio=output.audio,
-            audio_sample_rate=output.audio_sample_rate,
-        )
-        with writer:
-            writer.write(output.frames)
-    return path, replace(sample, stage_seconds=sample.stage_seconds | clock.seconds)
-
-
 def sidecar(
-    config: RunConfig, model: VideoModel, request: VideoRequest, output: VideoOutput, sample: Sample
+    config: RunConfig, model: VideoModel, request: VideoRequest, audio_sample_rate: int, sample: Sample
 ) -> dict[str, Any]:
     """Everything needed to make the video again (`--from_json`), and what it took."""
     images = tuple(image if "://" in image else _absolute(image) for image in config.input_images)
@@ -278,6 +254,7 @@ def sidecar(
         input_images=images,
         num_iterations=1,
         warmup_calls=0,
+        data_parallel_degree=1,
     )
     return {
         **environment(torch.device(config.device)),
@@ -285,7 +262,7 @@ def sidecar(
         "config": again.to_json(),
         "image_sha256": hashlib.sha256(request.image.tobytes()).hexdigest() if request.image else None,
         "timings": sample.to_json(),
-        "audio_sample_rate_hz": output.audio_sample_rate,
+        "audio_sample_rate_hz": audio_sample_rate,
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from runner.errors import UsageError
 from runner.xfuser_flags import UNSUPPORTED, refusal
 from runner_models import model_names
+from runner_models.ltx2.decoder.options import METHODS
 
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float"), "float32"),
@@ -101,6 +102,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("ring_degree", "int", "ranks that pass keys in a ring; 1 or more (default: 1)", default=1),
         Flag("data_parallel_degree", "int", "replicas that share the prompts; 1 or more (default: 1)", default=1),
         Flag("attention_backend", "str", "video self-attention kernel, by xfuser's names (default: torch's choice)"),
+        Flag("use_torch_compile", "bool", "compile the transformer blocks", default=False),
+        Flag("enable_model_cpu_offload", "bool", "keep models on the host while they do not run", default=False),
+    ),
+    "video decode": (
         Flag(
             "decoder_attention",
             "str",
@@ -108,10 +113,16 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default="auto",
             choices=_same("auto", "fastest", "natten", "aiter", "triton", "sdpa"),
         ),
-        Flag("use_torch_compile", "bool", "compile the transformer blocks", default=False),
-        Flag("use_parallel_vae", "bool", "split the video decode over the ranks", default=False),
-        Flag("enable_tiling", "bool", "decode in chunks, with bounded memory", default=False),
-        Flag("enable_model_cpu_offload", "bool", "keep models on the host while they do not run", default=False),
+        Flag("use_parallel_vae", "bool", "spread the video decode over the ranks of a video", default=False),
+        Flag("enable_tiling", "bool", "decode in chunks of what memory is free, with the same result", default=False),
+        Flag("decode_chunk_frames", "int", "decode in chunks of this many frames; a multiple of 8"),
+        Flag(
+            "vae_decode",
+            "str",
+            "exact; tiled (the stock overlapping tiles, blended); conv (the autoencoder's decoder) (default: exact)",
+            default="exact",
+            choices=_same(*METHODS),
+        ),
     ),
     "run and output": (
         Flag("num_iterations", "int", "timed runs, the last is saved; 1 or more (default: 1)", default=1),
@@ -179,6 +190,8 @@ def _convert_one(flag: Flag, value: object, where: str) -> Any:
             raise UsageError(f"{name} is not a number.") from error
     if not isinstance(value, str):
         raise UsageError(f"{name} is not text; put it in quotes.")
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise UsageError(f"--{flag.name}{where} holds bytes that are no UTF-8 text; retype it.")
     if flag.choices is not None and value not in flag.choices:
         near = nearest(value, flag.choices)
         hint = f"did you mean {near}? " if near else ""

@@ -1,5 +1,6 @@
 """What a run will do, worked out from its config alone: the --dry_run."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,6 +61,12 @@ def plan(
         "audio": {"duration_seconds": seconds, "latent_frames": counts[0].audio},
         "stages": stages,
         "upsample_factor": scale if recipe.distilled else None,
+        "video_decode": {
+            "method": config.vae_decode,
+            "ranks": config.sequence_degree if config.use_parallel_vae else 1,
+            "chunk_frames": config.decode_chunk_frames,
+            "streaming": config.decode_options.streaming,
+        },
         "prompt_tokens": config.max_sequence_length,
         "seed": config.seed,
         "warmup_calls": config.warmup_calls,
@@ -126,6 +133,7 @@ def render(plan: Mapping[str, Any]) -> str:
         if index:
             rows.append(("upsample", f"latents x{plan['upsample_factor']} along height and width"))
         rows += _stage_rows(stage)
+    rows.append(("decode", _decode_row(plan["video_decode"])))
     rows.append(("runs", f"{plan['warmup_calls']} to warm up, {plan['num_iterations']} timed"))
     rows += [("output" if index == 0 else "", path) for index, path in enumerate(plan["outputs"])]
     memory = plan["memory_bytes"]
@@ -137,6 +145,18 @@ def render(plan: Mapping[str, Any]) -> str:
     if plan["misfit"]:
         rows.append(("", f"does not fit here: {plan['misfit']}"))
     return "\n".join(["Plan (nothing is loaded)", *(f"  {name:<9} {text}" for name, text in rows)])
+
+
+def _decode_row(decode: Mapping[str, Any]) -> str:
+    if decode["method"] != "exact":
+        how = ""
+    elif decode["chunk_frames"]:
+        how = f", in chunks of {decode['chunk_frames']} frames"
+    elif decode["streaming"]:
+        how = ", in chunks of what memory is free"
+    else:
+        how = ", at once where that fits, else in chunks"
+    return f"{decode['method']} on {decode['ranks']} rank{'s' if decode['ranks'] > 1 else ''}{how}"
 
 
 def _stage_rows(stage: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -178,6 +198,7 @@ def memory_problem(
             "dtype": config.dtype,
             "offload": config.enable_model_cpu_offload,
             "sequence_degree": config.sequence_degree,
+            "decode": config.decode_options,
         } | changes
         return estimate(config.recipe, load_format=config.load_format, model=config.model, **request)["peak"]
 
@@ -187,6 +208,10 @@ def memory_problem(
     if fits():
         return None
     remedies = []
+    if config.sequence_degree > 1 and not config.use_parallel_vae:
+        spread = dataclasses.replace(config.decode_options, parallel=True)
+        if fits(decode=spread):
+            remedies.append("--use_parallel_vae")
     if config.device == "cuda" and not config.enable_model_cpu_offload and fits(offload=True):
         remedies.append("--enable_model_cpu_offload")
     if config.dtype == "float32" and fits(dtype="bfloat16"):

@@ -67,6 +67,7 @@ def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> 
         model=config.model,
         offload=config.enable_model_cpu_offload,
         sequence_degree=config.sequence_degree,
+        decode=config.decode_options,
     )
     return plan(
         config,

@@ -14,6 +14,7 @@ from runner_models.ltx2.recipes import DISTILLED, FULL, Recipe
 if TYPE_CHECKING:
     from layers.parallel_state import ParallelState
     from runner_models.ltx2.attentions import Attentions
+    from runner_models.ltx2.decoder.options import DecodeOptions
     from runner_models.ltx2.load import Source
     from runner_models.ltx2.pipeline import Ltx2Model
 
@@ -61,10 +62,14 @@ def find_recipe(model: str) -> Recipe:
 
 
 def split_folder(model: str) -> tuple[Path, Recipe]:
-    """`FOLDER` or `FOLDER:full` -> the folder and its recipe."""
-    if model.endswith(":full"):
-        return Path(model.removesuffix(":full")).expanduser(), FULL
-    return Path(model).expanduser(), DISTILLED
+    """`FOLDER` or `FOLDER:full` -> the folder and its recipe; what can be no path is a folder that does not exist."""
+    path = Path(model.removesuffix(":full"))
+    try:
+        path = path.expanduser()
+        path.is_dir()
+    except (RuntimeError, OSError):  # ~nobody; a name that is too long
+        path = Path("/nonexistent")
+    return path, FULL if model.endswith(":full") else DISTILLED
 
 
 def load_model(
@@ -77,6 +82,7 @@ def load_model(
     state: ParallelState | None = None,
     source: Source | None = None,
     attentions: Attentions | None = None,
+    decode: DecodeOptions | None = None,
 ) -> Ltx2Model:
     """Find, load and return a model, ready to generate.
 
@@ -89,6 +95,7 @@ def load_model(
         state: this process's place among its ranks; None for one process.
         source: what `runner_models.ltx2.load.resolve` found; None to look now.
         attentions: what `runner_models.ltx2.attentions.choose_attentions` chose; None for its defaults.
+        decode: how latents become frames; None for the exact decode, on one rank, at once where that fits.
 
     Raises:
         ValueError: an unknown model; `SetupError`, one of them, for a checkpoint that cannot be used, ranks that do not
@@ -107,4 +114,4 @@ def load_model(
     attentions = attentions or choose_attentions(model, recipe, load_format=load_format, state=state, dtype=torch_dtype)
     source = source or resolve(model, recipe, load_format=load_format)
     parts = load(source, recipe, device=state.device, dtype=torch_dtype, offload=offload)
-    return Ltx2Model(parts, recipe, source=source, state=state, attentions=attentions, offload=offload)
+    return Ltx2Model(parts, recipe, source=source, state=state, attentions=attentions, decode=decode, offload=offload)

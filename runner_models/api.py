@@ -1,6 +1,6 @@
 """What the runner and a model say to each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,11 +32,19 @@ class VideoRequest:
 
 @dataclass(frozen=True)
 class VideoOutput:
-    """A finished video on the CPU: `frames` (F, H, W, 3) uint8 and `audio` (channels, samples) fp32 in [-1, 1]."""
+    """A video on the CPU: `frames` in order, in pieces (n, H, W, 3) uint8; `audio` (channels, samples) fp32 in [-1, 1].
 
-    frames: torch.Tensor
+    The pieces come as they are decoded, while `frames` is read: once, to the end, before the next request. Ranks that
+    decode together wait for the one that reads.
+    """
+
+    frames: Iterable[torch.Tensor]
     audio: torch.Tensor
     audio_sample_rate: int
+
+    def all_frames(self) -> torch.Tensor:
+        """Read `frames` to the end: (F, H, W, 3) uint8."""
+        return torch.cat(list(self.frames))
 
 
 StageTimer = Callable[[str], AbstractContextManager[None]]

@@ -6,7 +6,7 @@ noise, stage-2 noise, the decoder's canvas.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,15 @@ from runner_models.api import StageTimer, VideoOutput, VideoRequest
 from runner_models.ltx2.attention import install_attention
 from runner_models.ltx2.attentions import Attentions
 from runner_models.ltx2.compilation import compile_blocks, compile_seconds
+from runner_models.ltx2.decoder.options import DecodeOptions
+from runner_models.ltx2.decoder.video import VideoDecoder
 from runner_models.ltx2.decoder_attention import decoder_grids
 from runner_models.ltx2.load import Parts, Source
-from runner_models.ltx2.pixels import to_uint8
 from runner_models.ltx2.recipes import DEFAULT_NEGATIVE_PROMPT, DISTILLED_SIGMAS, STAGE_2_SIGMAS, Guidance, Recipe
 from runner_models.ltx2.transformer import parallelize
 
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}]"
+_DECODE_BAR = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 
 
 class Ltx2Model:
@@ -41,6 +43,7 @@ class Ltx2Model:
         source: Source,
         state: ParallelState,
         attentions: Attentions,
+        decode: DecodeOptions | None = None,
         offload: bool = False,
     ) -> None:
         """Spread `parts` over the ranks of `state`, each with a whole copy.
@@ -70,6 +73,13 @@ class Ltx2Model:
         )
         if offload:
             self._offload()
+        self.video_decoder = VideoDecoder(
+            self.decoder,
+            self.text_to_video.vae,
+            attention=attentions.decoder.attention,
+            options=decode or DecodeOptions(),
+            state=state,
+        )
 
     def _offload(self) -> None:
         from accelerate import cpu_offload_with_hook
@@ -127,12 +137,16 @@ class Ltx2Model:
         """Make one video; see `runner_models.api.VideoModel`."""
         # Every rank encodes the prompt and draws the whole noise, from one seed: nothing to send, nobody waits.
         video_latents, audio_latents, generator = self._denoise(request, timer=timer, progress=progress)
-        if not self.state.is_replica_leader:
+        leads = self.state.is_replica_leader
+        if not leads and not self.video_decoder.parallel:
             return None
-        with timer("audio_decode"):
-            audio = self._decode_audio(audio_latents)
-        with timer("video_decode"):
-            frames = self._decode_video(video_latents, generator, progress)
+        if leads:
+            with timer("audio_decode"):
+                audio = self._decode_audio(audio_latents)
+        frames = self._decode_video(video_latents, generator, progress, timer)
+        if not leads:
+            assert not list(frames), "frames leave by the leader"
+            return None
         rate = int(self.text_to_video.vocoder.config.output_sampling_rate)
         return VideoOutput(frames=frames, audio=audio, audio_sample_rate=rate)
 
@@ -147,6 +161,7 @@ class Ltx2Model:
             "dtype": str(self.text_to_video.transformer.dtype).removeprefix("torch."),
             "attention_backend": self.attentions.video.name if self.attentions.video else DEFAULT_BACKEND,
             "decoder_attention": self.attentions.decoder.describe(),
+            "video_decode": self.video_decoder.describe(),
         }
 
     def _encode(self, pipe: Any, request: VideoRequest) -> dict[str, torch.Tensor | None]:
@@ -230,34 +245,15 @@ class Ltx2Model:
         mel = audio_vae.decode(latents.to(audio_vae.dtype), return_dict=False)[0]
         return vocoder(mel)[0].float().cpu()
 
-    def _decode_video(self, latents: torch.Tensor, generator: torch.Generator, progress: bool) -> torch.Tensor:
-        """(1, 128, T, H/32, W/32) denormalised latents -> (F, H, W, 3) uint8 on the CPU."""
-        latents = latents.to(self.device, self.decoder.dtype)
-        with _block_bar(self.decoder, progress):
-            video = self.decoder.decode(latents, generator=generator, return_dict=False)[0]
-        return to_uint8(video)[0].cpu()
+    @torch.inference_mode()
+    def _decode_video(
+        self, latents: torch.Tensor, generator: torch.Generator, progress: bool, timer: StageTimer
+    ) -> Iterator[torch.Tensor]:
+        """(1, 128, T, H/32, W/32) denormalised latents -> (n, H, W, 3) uint8 pieces on the CPU, as they are decoded."""
+        bar = tqdm(total=1.0, desc=f"{'decode':<12}", bar_format=_DECODE_BAR, disable=not progress)
+        with timer("video_decode"), bar:
+            yield from self.video_decoder.frames(latents, generator, bar=bar if progress else None)
 
 
 def _configure_bar(pipe: Any, description: str, progress: bool) -> None:
     pipe.set_progress_bar_config(desc=f"{description:<12}", unit="step", bar_format=_BAR, disable=not progress)
-
-
-@contextmanager
-def _block_bar(decoder: Any, progress: bool) -> Iterator[None]:
-    """A bar over the decoder's attention blocks; on a GPU it counts launches."""
-    stack = decoder.decoder
-    blocks = [block for stage in [*stack.det_stages, stack.diff_blocks] for block in stage]
-    extra_steps = stack.default_num_inference_steps - 1
-    with tqdm(
-        total=len(blocks) + extra_steps * len(stack.diff_blocks),
-        desc=f"{'decode':<12}",
-        unit="block",
-        bar_format=_BAR,
-        disable=not progress,
-    ) as bar:
-        hooks = [block.register_forward_hook(lambda *_: bar.update() and None) for block in blocks]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()

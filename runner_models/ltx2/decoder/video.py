@@ -36,11 +36,17 @@ class VideoDecoder:
         self.model, self.vae, self.options, self.state = model, vae, options, state
         self.exact = ExactDecoder(model, attention=attention)
         self._said: set[str] = set()
+        self._last_chunk: int | None = None
 
     @property
     def parallel(self) -> bool:
         """Whether all ranks that share a video take part; else the first alone does."""
         return self.options.parallel and self.state.sequence_degree > 1 and self.options.method != "conv"
+
+    def describe(self) -> dict[str, Any]:
+        """JSON types; `chunk_frames` is that of the last exact decode, None for the whole clip at once."""
+        ranks = self.state.sequence_degree if self.parallel else 1
+        return {"method": self.options.method, "ranks": ranks, "chunk_frames": self._last_chunk}
 
     @torch.inference_mode()
     def frames(
@@ -72,7 +78,7 @@ class VideoDecoder:
             axis = 2 if grid[2] > grid[1] else 1
             bounds = split_rows(grid[axis], self.state.sequence_degree)
             shard = Shard(axis, bounds, self.state.sequence_rank, self.state.sequence_group)
-        chunk = self._chunk(grid)
+        chunk = self._last_chunk = self._chunk(grid)
         progress = _Progress(bar, stages_of(self.model.config, grid), self.model.decoder.default_num_inference_steps)
         try:
             pieces = self.exact.decode(

@@ -20,6 +20,9 @@ from runner_models.ltx2.decoder import block, buffers, geometry, steps
 from runner_models.ltx2.decoder.exact import ExactDecoder
 from runner_models.ltx2.decoder.geometry import split_rows
 from runner_models.ltx2.decoder.halo import Shard
+from runner_models.ltx2.decoder.options import DecodeOptions
+from runner_models.ltx2.decoder.video import VideoDecoder
+from runner_models.ltx2.pixels import to_uint8
 from runner_models.ltx2.tiny import tiny_checkpoint
 
 SEED = 2
@@ -179,3 +182,43 @@ def fault(name: str) -> Iterator[None]:
         raise KeyError(name)
     with patch:
         yield
+
+
+def video_decoder(state: ParallelState, **options: Any) -> VideoDecoder:
+    """What the pipeline uses, on the tiny decoder."""
+    return VideoDecoder(
+        tiny_decoder(), None, attention=neighborhood_attention_sdpa, options=DecodeOptions(**options), state=state
+    )
+
+
+def small_tiles(model: Any) -> None:
+    """Two tiles of 256 columns, 224 apart, for 448x224 pixels."""
+    model.enable_tiling(tile_sample_min_width=256, tile_sample_stride_width=224)
+
+
+WIDE = (3, 7, 14)
+
+
+def check_video() -> dict[str, Any]:
+    """On every rank: bytes out of VideoDecoder, exact in chunks and tiled, against one process; the seams of both."""
+    report: dict[str, Any] = {}
+    with start(ulysses_degree=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=240)) as session:
+        state, model = session.state, tiny_decoder()
+        small_tiles(model)
+        case = Case(WIDE, predicts="v")  # tiles of a v model share one canvas: what differs is what they do not see
+        with _kind(model, "v"):
+            for method in ("exact", "tiled"):
+                decoder = video_decoder(state, method=method, parallel=True, chunk_frames=8)
+                pieces = list(decoder.frames(latents_of(case), torch.Generator().manual_seed(SEED)))
+                if not state.is_replica_leader:
+                    assert not pieces
+                    continue
+                report[method] = torch.cat(pieces)
+                report[f"{method} pieces"] = [piece.shape[0] for piece in pieces]
+            if state.is_replica_leader:
+                alone = video_decoder(ParallelState(), method="tiled")
+                (report["tiled alone"],) = alone.frames(latents_of(case), torch.Generator().manual_seed(SEED))
+                model.disable_tiling()
+                report["stock"] = to_uint8(stock(case))[0]
+        session.barrier("compared")
+    return report

@@ -12,6 +12,7 @@ from decode_cases import (
     Case,
     StockProcessor,
     check_cases,
+    check_video,
     deviation,
     fault,
     latents_of,
@@ -23,6 +24,7 @@ from ranks import run_ranks
 
 from layers.neighborhood_attention import neighborhood_attention_sdpa
 from runner_models.ltx2.decoder.exact import ExactDecoder
+from runner_models.ltx2.decoder.tiled import assign
 
 # fp32, order of sums only. Measured: 0 for one push, up to 8e-5 for chunks and shards; two tilings of SDPA in the stock
 # decode differ by 3.5e-5. The mildest fault below is at 1e-2.
@@ -134,3 +136,29 @@ def test_what_cannot_be_decoded() -> None:
         next(decoder.decode(latents_of(Case(size=(3, 6, 8)))))
     with contextlib.closing(decoder.decode(latents_of(Case()), generator=torch.Generator().manual_seed(SEED))):
         pass
+
+
+def _seam(difference_FHWC: torch.Tensor, column: int) -> float:
+    """How much larger the mean difference is within 32 columns of a border than farther than 100 from it."""
+    columns = difference_FHWC.float().mean(dim=(0, 1, 3))
+    distance = (torch.arange(columns.shape[0]) + 0.5 - column).abs()
+    return float(columns[distance < 32].mean() / (columns[distance > 100].mean() + 1e-6))
+
+
+@pytest.mark.slow
+def test_bytes_on_the_saving_rank_and_no_seam() -> None:
+    """Two ranks meet at column 224, where two tiles do; the tiles show it, the shards do not."""
+    found = run_ranks(check_video, 2)
+    assert found["exact"].shape == found["stock"].shape == (17, 224, 448, 3)
+    assert found["exact pieces"] == [6, 8, 3]
+    difference = (found["exact"].int() - found["stock"].int()).abs()
+    assert difference.max() <= 1
+    assert (difference > 0).float().mean() < 1e-4
+    assert torch.equal(found["tiled"], found["tiled alone"]), "the same tiles on any number of ranks"
+    assert _seam(difference, 224) < 3
+    assert _seam((found["tiled"].int() - found["stock"].int()).abs(), 240) > 10
+
+
+def test_tiles_go_to_ranks_longest_first() -> None:
+    assert assign([1, 8, 3, 5], 2) == [0, 0, 1, 1], "8 + 1 and 5 + 3: ties go to the first"
+    assert assign([2, 2, 2], 4) == [0, 1, 2]

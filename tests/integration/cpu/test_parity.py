@@ -110,7 +110,7 @@ def _ours(model: Ltx2Model, monkeypatch: pytest.MonkeyPatch, **changes: object) 
     monkeypatch.setattr(model, "_decode_video", catch_video)
     monkeypatch.setattr(model, "_decode_audio", catch_audio)
     output = model.generate(replace(model.request(PROMPT, **SIZE), **changes))
-    return caught | {"frames": output.frames, "wave": output.audio}
+    return caught | {"frames": output.all_frames(), "wave": output.audio}
 
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])

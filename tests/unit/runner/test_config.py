@@ -14,6 +14,7 @@ from runner.config import RunConfig
 from runner.errors import UsageError
 from runner.flags import FLAGS
 from runner.plan import memory_problem, plan, render
+from runner_models.ltx2.decoder.options import DecodeOptions
 from runner_models.ltx2.recipes import DISTILLED, FULL, Recipe
 
 T2V: dict[str, Any] = {"model": "tiny", "task": "t2v", "prompt": ("x",)}
@@ -152,6 +153,38 @@ def test_not_yet_names_are_flags() -> None:
     assert set(NOT_YET) <= set(FLAGS)
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (
+            {"decode_chunk_frames": 12},
+            "12 is not a multiple of 8; the nearest valid are 8 and 16.",
+        ),
+        ({"decode_chunk_frames": 0}, "--decode_chunk_frames 0 is not a multiple of 8; the nearest valid is 8."),
+        ({"decode_chunk_frames": 8, "vae_decode": "conv"}, "--decode_chunk_frames 8 needs --vae_decode exact"),
+        ({"vae_decode": "conv", "use_parallel_vae": True, "ulysses_degree": 2}, "conv decodes on one rank"),
+        (
+            {"use_parallel_vae": True, "ulysses_degree": 16, "height": 256, "width": 320},
+            "has 10 latent rows to share; use at most 10 ranks a video",
+        ),
+    ],
+)
+def test_decodes_that_cannot_be(changes: dict[str, Any], part: str) -> None:
+    world = changes.get("ulysses_degree", 1)
+    with pytest.raises(UsageError) as caught:
+        check(config(**changes), world_size=world)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_decode_options() -> None:
+    assert config().decode_options == DecodeOptions()
+    asked = config(use_parallel_vae=True, decode_chunk_frames=16).decode_options
+    assert asked == DecodeOptions("exact", parallel=True, streaming=True, chunk_frames=16)
+    assert config(enable_tiling=True).decode_options == DecodeOptions(streaming=True)
+    check(config(use_parallel_vae=True, ulysses_degree=8, height=512, width=512), world_size=8)
+
+
 class TestDegrees:
     @pytest.fixture(autouse=True)
     def _all_exist(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +290,7 @@ def test_plan_full() -> None:
 def fake_estimate(recipe: Recipe, *, height: int, width: int, num_frames: int, **rest: Any) -> dict[str, int]:
     """One byte a pixel and element byte, plus 1 MB of weights that offloading halves."""
     assert recipe in (DISTILLED, FULL)
-    assert rest.keys() == {"dtype", "load_format", "model", "offload", "sequence_degree"}
+    assert rest.keys() == {"dtype", "load_format", "model", "offload", "sequence_degree", "decode"}
     weights = 500_000 if rest["offload"] else 1_000_000
     return {"peak": weights + height * width * num_frames * (4 if rest["dtype"] == "float32" else 2)}
 
@@ -280,6 +313,7 @@ def test_a_request_that_fits_is_no_problem() -> None:
         model="",
         offload=False,
         sequence_degree=1,
+        decode=run.decode_options,
     )["peak"]
     assert memory_problem(run, estimate=fake_estimate, available_bytes=exact) is None
     assert memory_problem(run, estimate=fake_estimate, available_bytes=exact - 1) is not None
