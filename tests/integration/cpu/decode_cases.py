@@ -1,6 +1,7 @@
 """What runs on the ranks of test_exact_decode: sharded and streamed decodes against the stock untiled one."""
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from diffusers import LTX2VideoDiffusionDecoderModel
+from diffusers.models.autoencoders import ltx2_diffusion_decoder
 
 from layers.neighborhood_attention import neighborhood_attention_sdpa
 from layers.parallel_state import ParallelState
@@ -199,9 +201,17 @@ def small_tiles(model: Any) -> None:
 WIDE = (3, 7, 14)
 
 
+def seam(difference_FHWC: torch.Tensor, column: int) -> float:
+    """How much larger the mean difference is within 32 columns of a border than farther than 100 from it."""
+    columns = difference_FHWC.float().mean(dim=(0, 1, 3))
+    distance = (torch.arange(columns.shape[0]) + 0.5 - column).abs()
+    return float(columns[distance < 32].mean() / (columns[distance > 100].mean() + 1e-6))
+
+
 def check_video() -> dict[str, Any]:
     """On every rank: bytes out of VideoDecoder, exact in chunks and tiled, against one process; the seams of both."""
     report: dict[str, Any] = {}
+    found: dict[str, torch.Tensor] = {}
     with start(ulysses_degree=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=240)) as session:
         state, model = session.state, tiny_decoder()
         small_tiles(model)
@@ -210,15 +220,35 @@ def check_video() -> dict[str, Any]:
             for method in ("exact", "tiled"):
                 decoder = video_decoder(state, method=method, parallel=True, chunk_frames=8)
                 pieces = list(decoder.frames(latents_of(case), torch.Generator().manual_seed(SEED)))
-                if not state.is_replica_leader:
+                if state.is_replica_leader:
+                    found[method] = torch.cat(pieces).int()
+                    report[f"{method} pieces"] = [piece.shape[0] for piece in pieces]
+                else:
                     assert not pieces
-                    continue
-                report[method] = torch.cat(pieces)
-                report[f"{method} pieces"] = [piece.shape[0] for piece in pieces]
             if state.is_replica_leader:
                 alone = video_decoder(ParallelState(), method="tiled")
-                (report["tiled alone"],) = alone.frames(latents_of(case), torch.Generator().manual_seed(SEED))
+                (tiled,) = alone.frames(latents_of(case), torch.Generator().manual_seed(SEED))
+                report["tiled is tiled alone"] = torch.equal(found["tiled"], tiled.int())
                 model.disable_tiling()
-                report["stock"] = to_uint8(stock(case))[0]
+                want = to_uint8(stock(case))[0].int()
+                exact = (found["exact"] - want).abs()
+                report["exact largest"] = int(exact.max())
+                report["exact part that differs"] = float((exact > 0).float().mean())
+                report["exact seam"] = seam(exact, 224)
+                report["tiled seam"] = seam((found["tiled"] - want).abs(), 240)
         session.barrier("compared")
     return report
+
+
+@torch.inference_mode()
+def stock_in_fp64(case: Case) -> torch.Tensor:
+    """The stock decode with the noise of the fp32 one; rotary angles stay fp32, as everywhere."""
+    model = copy.deepcopy(tiny_decoder()).double()
+    draw = ltx2_diffusion_decoder.randn_tensor
+
+    def noise(shape: Any, generator: Any = None, device: Any = None, dtype: Any = None) -> torch.Tensor:
+        return draw(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    with mock.patch.object(ltx2_diffusion_decoder, "randn_tensor", noise):
+        generator = torch.Generator().manual_seed(SEED)
+        return model.decode(latents_of(case).double(), generator=generator, return_dict=False)[0]

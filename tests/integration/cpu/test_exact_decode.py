@@ -10,7 +10,6 @@ import torch
 from decode_cases import (
     SEED,
     Case,
-    StockProcessor,
     check_cases,
     check_video,
     deviation,
@@ -18,6 +17,7 @@ from decode_cases import (
     latents_of,
     ours,
     stock,
+    stock_in_fp64,
     tiny_decoder,
 )
 from ranks import run_ranks
@@ -26,8 +26,9 @@ from layers.neighborhood_attention import neighborhood_attention_sdpa
 from runner_models.ltx2.decoder.exact import ExactDecoder
 from runner_models.ltx2.decoder.tiled import assign
 
-# fp32, order of sums only. Measured: 0 for one push, up to 8e-5 for chunks and shards; two tilings of SDPA in the stock
-# decode differ by 3.5e-5. The mildest fault below is at 1e-2.
+# fp32, order of sums only. Measured: 0 for one push, 1.5e-5 for chunks, up to 8e-5 for shards, whose matrix products
+# have other shapes. The stock decode itself is 6e-5 from the same decode in fp64; two SDPA tilings of it differ by 3e-6. The
+# mildest fault below is above 1e-2.
 TOLERANCE = 1e-4
 
 
@@ -78,27 +79,10 @@ def test_steps_and_velocity(steps: int, predicts: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_tolerance_is_that_of_two_tilings_of_the_stock_decode(wanted: torch.Tensor) -> None:
-    class OtherTiling(StockProcessor):
-        def __call__(self, attn: object, hidden_states: torch.Tensor, block_mask: None = None) -> torch.Tensor:
-            query, key, value = attn.project_qkv(hidden_states)  # type: ignore[attr-defined]
-            out = neighborhood_attention_sdpa(
-                query,
-                key,
-                value,
-                attn.kernel_size,
-                mask_bytes=2**22,
-                kv_bytes=2**24,  # type: ignore[attr-defined]
-            )
-            return attn.to_out[0](out.flatten(-2))  # type: ignore[attr-defined]
-
-    model = tiny_decoder()
-    model.set_attn_processor(OtherTiling())
-    try:
-        difference = deviation(stock(Case()), wanted)
-    finally:
-        model.set_attn_processor(StockProcessor())
-    assert 5 * difference >= TOLERANCE
+@pytest.mark.parametrize("chunk", [8, None])
+def test_as_close_to_the_exact_values_as_stock(chunk: int | None, wanted: torch.Tensor) -> None:
+    exact = stock_in_fp64(Case())
+    assert deviation(ours(Case(chunk=chunk)).double(), exact) <= 1.2 * deviation(wanted.double(), exact)
 
 
 TWO = [Case(chunk=8, shares=(3, 5))]
@@ -138,25 +122,16 @@ def test_what_cannot_be_decoded() -> None:
         pass
 
 
-def _seam(difference_FHWC: torch.Tensor, column: int) -> float:
-    """How much larger the mean difference is within 32 columns of a border than farther than 100 from it."""
-    columns = difference_FHWC.float().mean(dim=(0, 1, 3))
-    distance = (torch.arange(columns.shape[0]) + 0.5 - column).abs()
-    return float(columns[distance < 32].mean() / (columns[distance > 100].mean() + 1e-6))
-
-
 @pytest.mark.slow
 def test_bytes_on_the_saving_rank_and_no_seam() -> None:
     """Two ranks meet at column 224, where two tiles do; the tiles show it, the shards do not."""
     found = run_ranks(check_video, 2)
-    assert found["exact"].shape == found["stock"].shape == (17, 224, 448, 3)
     assert found["exact pieces"] == [6, 8, 3]
-    difference = (found["exact"].int() - found["stock"].int()).abs()
-    assert difference.max() <= 1
-    assert (difference > 0).float().mean() < 1e-4
-    assert torch.equal(found["tiled"], found["tiled alone"]), "the same tiles on any number of ranks"
-    assert _seam(difference, 224) < 3
-    assert _seam((found["tiled"].int() - found["stock"].int()).abs(), 240) > 10
+    assert found["exact largest"] <= 1
+    assert found["exact part that differs"] < 1e-4
+    assert found["tiled is tiled alone"], "the same tiles on any number of ranks"
+    assert found["exact seam"] < 3
+    assert found["tiled seam"] > 10
 
 
 def test_tiles_go_to_ranks_longest_first() -> None:
