@@ -64,7 +64,7 @@ class ExactDecoder:
         chunk_frames = chunk_frames or ratio * (latents.shape[2] + ghosts)
         if shard is not None and len(shard.bounds) == 1:
             shard = None
-        _prepare_offloaded(self.model)
+        prepare_offloaded(self.model)
         canvas = self._canvas(latents, stages[-1], generator, shard, keep=chunk_frames >= stages[-1].grid[0])
         steps = num_inference_steps or decoder.default_num_inference_steps
         nodes = self._nodes(stages, chunk_frames, canvas, steps=steps, batch=latents.shape[0], shard=shard)
@@ -139,7 +139,7 @@ class ExactDecoder:
         return nodes
 
 
-def _prepare_offloaded(model: Any) -> None:
+def prepare_offloaded(model: Any) -> None:
     """What diffusers' apply_forward_hook does for `decode`: bring an offloaded model to its device."""
     hook = getattr(model, "_hf_hook", None)
     if hook is not None and hasattr(hook, "pre_forward"):

@@ -56,7 +56,13 @@ class Canvas:
         """The next `count` frames (B, C, count, H, W) on the device."""
         part = self.noise[:, :, self.given : self.given + count]
         self.given += count
-        return part if part.device == self.device else part.contiguous().to(self.device, non_blocking=True)
+        if part.device == self.device:
+            return part
+        # Frames of one channel lie together: copied so, pinned memory is read without waiting for the device.
+        out = torch.empty(part.shape, dtype=part.dtype, device=self.device)
+        for target, source in zip(out.flatten(0, 1), part.flatten(0, 1), strict=True):
+            target.copy_(source, non_blocking=True)
+        return out
 
 
 class Start:

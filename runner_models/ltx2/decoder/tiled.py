@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from layers.parallel_state import ParallelState
+from runner_models.ltx2.decoder.exact import prepare_offloaded
 
 
 @dataclass
@@ -69,6 +70,7 @@ def tiled_decode(
     model.enable_tiling()
     if state is None or state.sequence_degree == 1:
         return model.decode(latents, generator=generator, return_dict=False)[0]
+    prepare_offloaded(model)
     steps = model.decoder.default_num_inference_steps
     lister = _Lister(model.decoder)
     before = generator.get_state()

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from diffusers import LTX2VideoDiffusionDecoderModel
 from diffusers.models.autoencoders import ltx2_diffusion_decoder
+from PIL import Image
 
 from layers.neighborhood_attention import neighborhood_attention_sdpa
 from layers.parallel_state import ParallelState
 from runner.distributed import start
+from runner_models import load_model
 from runner_models.ltx2.decoder import block, buffers, geometry, steps
 from runner_models.ltx2.decoder.exact import ExactDecoder
 from runner_models.ltx2.decoder.geometry import split_rows
@@ -252,3 +254,31 @@ def stock_in_fp64(case: Case) -> torch.Tensor:
     with mock.patch.object(ltx2_diffusion_decoder, "randn_tensor", noise):
         generator = torch.Generator().manual_seed(SEED)
         return model.decode(latents_of(case).double(), generator=generator, return_dict=False)[0]
+
+
+def check_requests() -> dict[str, Any]:
+    """Whole requests on the tiny model: decoded by all ranks in chunks, against one process at once."""
+    report: dict[str, Any] = {}
+    size = {"height": 256, "width": 320, "num_frames": 17}
+    with start(ulysses_degree=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=240)) as session:
+        options = DecodeOptions(parallel=True, streaming=True, chunk_frames=8)
+        together = load_model("tiny", state=session.state, decode=options)
+        image = Image.effect_noise((320, 256), 80).convert("RGB") if session.state.rank == 0 else None
+        image = session.broadcast_object(image)
+        for task in ("t2v", "i2v"):
+            request = together.request("a cat dancing", image=image if task == "i2v" else None, **size)
+            output = together.generate(request)
+            if output is None:
+                continue
+            pieces = list(output.frames)
+            alone = load_model("tiny").generate(request)
+            assert alone is not None
+            difference = (torch.cat(pieces).int() - alone.all_frames().int()).abs()
+            report[task] = {
+                "pieces": [piece.shape[0] for piece in pieces],
+                "largest": int(difference.max()),
+                "part that differs": float((difference > 0).float().mean()),
+                "video_decode": together.describe()["video_decode"],
+            }
+        session.barrier("compared")
+    return report

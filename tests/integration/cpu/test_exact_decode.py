@@ -11,6 +11,7 @@ from decode_cases import (
     SEED,
     Case,
     check_cases,
+    check_requests,
     check_video,
     deviation,
     fault,
@@ -27,8 +28,8 @@ from runner_models.ltx2.decoder.exact import ExactDecoder
 from runner_models.ltx2.decoder.tiled import assign
 
 # fp32, order of sums only. Measured: 0 for one push, 1.5e-5 for chunks, up to 8e-5 for shards, whose matrix products
-# have other shapes. The stock decode itself is 6e-5 from the same decode in fp64; two SDPA tilings of it differ by 3e-6. The
-# mildest fault below is above 1e-2.
+# have other shapes. The stock decode itself is 6e-5 from the same decode in fp64; two SDPA tilings of it differ by
+# 3e-6. The mildest fault below is above 1e-2.
 TOLERANCE = 1e-4
 
 
@@ -132,6 +133,17 @@ def test_bytes_on_the_saving_rank_and_no_seam() -> None:
     assert found["tiled is tiled alone"], "the same tiles on any number of ranks"
     assert found["exact seam"] < 3
     assert found["tiled seam"] > 10
+
+
+@pytest.mark.slow
+def test_requests_on_two_ranks() -> None:
+    """t2v and i2v through the whole model: two ranks that decode in chunks give the frames of one that does not."""
+    found = run_ranks(check_requests, 2)
+    for task in ("t2v", "i2v"):
+        assert found[task]["pieces"] == [6, 8, 3]
+        assert found[task]["largest"] <= 1
+        assert found[task]["part that differs"] < 1e-3
+        assert found[task]["video_decode"] == {"method": "exact", "ranks": 2, "chunk_frames": 8}
 
 
 def test_tiles_go_to_ranks_longest_first() -> None:
