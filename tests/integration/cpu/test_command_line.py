@@ -73,7 +73,7 @@ def test_a_request_and_its_remake(tmp_path: Path) -> None:
         assert sample["peak_memory_bytes"] > 2**20
     assert "mux_seconds" not in metrics["iterations"][0]
     assert metrics["iterations"][1]["mux_seconds"] > 0
-    assert metrics["model"]["revision"] == "tiny-v1"
+    assert metrics["model"]["revision"] == "tiny-v2"
     assert "the picture and the sound are noise" in done.stderr
     sidecar = json.loads((folder / f"{stem}.json").read_text())
     for attention in (metrics["model"]["decoder_attention"], sidecar["model"]["decoder_attention"]):
@@ -90,6 +90,7 @@ def test_a_request_and_its_remake(tmp_path: Path) -> None:
     assert (folder / f"{stem}_1.mp4").read_bytes() == (folder / f"{stem}.mp4").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
     """Four processes: two replicas of two ranks, three prompts, files from rank 0 alone."""
     flags = ["--task", "t2v", "--ulysses_degree", "2", "--data_parallel_degree", "2", "--output_directory"]
