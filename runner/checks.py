@@ -2,29 +2,15 @@
 
 import dataclasses
 import logging
-import math
 from collections.abc import Iterator
 
 from runner.config import RunConfig
 from runner.errors import UsageError
 from runner.flags import FLAGS
-from runner_models.ltx2.recipes import (
-    AUDIO_LATENTS_PER_SECOND,
-    PROMPT_REGISTERS,
-    SPATIAL_RATIO,
-    TEMPORAL_RATIO,
-    Recipe,
-    token_counts,
-)
+from runner_models.ltx2.limits import request_problems
+from runner_models.ltx2.recipes import SPATIAL_RATIO, TEMPORAL_RATIO
 
 logger = logging.getLogger(__name__)
-
-MIN_FRAMES = 17
-MIN_STEPS = 2
-"""With one step the full model's schedule ends at its terminal value before it starts: 0/0, and every latent is NaN."""
-MAX_SEED = 2**63 - 1
-MAX_SECONDS = 3600
-"""A lower frame rate than this needs is a typing error, and would ask for millions of audio tokens."""
 
 NOT_YET: tuple[str, ...] = ("profile",)
 """Flags that take their default only, until what they ask for exists."""
@@ -54,8 +40,7 @@ def check(
     """
     problems = [
         *_prompt_problems(config),
-        *_video_problems(config),
-        *_sampling_problems(config),
+        *request_problems(config, config.recipe),
         *_run_problems(config),
         *_decode_problems(config),
         *(_not_yet_problems(config) or _degree_problems(config, world_size, num_heads)),
@@ -86,78 +71,6 @@ def _prompt_problems(config: RunConfig) -> Iterator[str]:
         yield f"--task i2v needs exactly one of --input_images, got {images}."
     if config.task == "t2v" and images:
         yield f"--task t2v takes no --input_images, got {images}; use --task i2v, or leave the image out."
-
-
-def _video_problems(config: RunConfig) -> Iterator[str]:
-    recipe = config.recipe
-    for name in ("height", "width"):
-        yield from _size_problem(name, getattr(config, name), recipe)
-    count = config.num_frames
-    if count < MIN_FRAMES:
-        yield f"--num_frames {count} is below the minimum of {MIN_FRAMES}; the nearest valid count is {MIN_FRAMES}."
-    elif (count - 1) % TEMPORAL_RATIO:
-        lower = (count - 1) // TEMPORAL_RATIO * TEMPORAL_RATIO + 1
-        yield f"--num_frames {count} is not 8*k+1; the nearest valid counts are {lower} and {lower + TEMPORAL_RATIO}."
-    rate = config.frame_rate
-    if not (math.isfinite(rate) and rate > 0):
-        yield f"--frame_rate {rate:g} is not a number above 0; the model was trained at {recipe.frame_rate:g}."
-    elif not math.isfinite(count / rate) or count / rate > MAX_SECONDS:
-        lowest = math.ceil(count / MAX_SECONDS * 1000) / 1000
-        yield (
-            f"--num_frames {count} at --frame_rate {rate:g} last longer than an hour; give fewer frames, or at least "
-            f"{lowest:g} frames per second."
-        )
-    elif count >= MIN_FRAMES and _audio_latents(config) < 1:
-        highest = math.floor(count * AUDIO_LATENTS_PER_SECOND)
-        yield f"--frame_rate {rate:g} leaves no room for sound; for {count} frames give at most {highest}."
-
-
-def _audio_latents(config: RunConfig) -> int:
-    counts = token_counts(
-        config.recipe,
-        height=config.height,
-        width=config.width,
-        num_frames=config.num_frames,
-        frame_rate=config.frame_rate,
-    )
-    return counts[0].audio
-
-
-def _size_problem(name: str, size: int, recipe: Recipe) -> Iterator[str]:
-    step, smallest = recipe.size_step, recipe.min_size
-    rule = f"the {recipe.name} model takes multiples of {step} from {smallest}"
-    if size < smallest:
-        yield f"--{name} {size} is below the minimum of {smallest}; {rule}, the nearest is {smallest}."
-    elif size % step:
-        lower = size // step * step
-        yield f"--{name} {size} is not a multiple of {step}; {rule}, the nearest are {lower} and {lower + step}."
-
-
-def _sampling_problems(config: RunConfig) -> Iterator[str]:
-    recipe, steps, scale = config.recipe, config.num_inference_steps, config.guidance_scale
-    if recipe.distilled:
-        if steps != recipe.steps:
-            yield (
-                f"--num_inference_steps {steps} is not allowed: the distilled model has a fixed schedule of "
-                f"{recipe.steps} steps; leave it out or give {recipe.steps}."
-            )
-        if scale != 1.0:
-            yield (
-                f"--guidance_scale {scale:g} is not allowed: the distilled model was trained to run without guidance, "
-                "which is 1; leave it out, or use --model LTX-2.5-full."
-            )
-    else:
-        if steps < MIN_STEPS:
-            yield f"--num_inference_steps {steps} is too few; the nearest valid number is {MIN_STEPS}."
-        if not (math.isfinite(scale) and scale >= 1):
-            yield f"--guidance_scale {scale:g} is not a number from 1 (no video CFG); the nearest valid value is 1."
-    length = config.max_sequence_length
-    if length < 1 or length % PROMPT_REGISTERS:
-        lower = length // PROMPT_REGISTERS * PROMPT_REGISTERS
-        near = f"are {lower} and {lower + PROMPT_REGISTERS}" if lower > 0 else f"is {PROMPT_REGISTERS}"
-        yield f"--max_sequence_length {length} is not a multiple of {PROMPT_REGISTERS}; the nearest valid {near}."
-    if not 0 <= config.seed <= MAX_SEED:
-        yield f"--seed {config.seed} is not from 0 to {MAX_SEED}; the nearest is {min(max(config.seed, 0), MAX_SEED)}."
 
 
 def _run_problems(config: RunConfig) -> Iterator[str]:

@@ -24,6 +24,7 @@ from runner_models.ltx2.compilation import compile_blocks, compile_seconds
 from runner_models.ltx2.decoder.options import DecodeOptions
 from runner_models.ltx2.decoder.video import VideoDecoder
 from runner_models.ltx2.decoder_attention import decoder_grids
+from runner_models.ltx2.limits import request_problems
 from runner_models.ltx2.load import Parts, Source
 from runner_models.ltx2.recipes import DEFAULT_NEGATIVE_PROMPT, DISTILLED_SIGMAS, STAGE_2_SIGMAS, Guidance, Recipe
 from runner_models.ltx2.transformer import parallelize
@@ -134,7 +135,11 @@ class Ltx2Model:
     def generate(
         self, request: VideoRequest, *, timer: StageTimer = lambda stage: nullcontext(), progress: bool = False
     ) -> VideoOutput | None:
-        """Make one video; see `runner_models.api.VideoModel`."""
+        """Make one video; see `runner_models.api.VideoModel`.
+
+        Raises ValueError for a request that this model cannot make, a line for each mistake.
+        """
+        self._check(request)
         # Every rank encodes the prompt and draws the whole noise, from one seed: nothing to send, nobody waits.
         video_latents, audio_latents, generator = self._denoise(request, timer=timer, progress=progress)
         leads = self.state.is_replica_leader
@@ -149,6 +154,14 @@ class Ltx2Model:
             return None
         rate = int(self.text_to_video.vocoder.config.output_sampling_rate)
         return VideoOutput(frames=frames, audio=audio, audio_sample_rate=rate)
+
+    def _check(self, request: VideoRequest) -> None:
+        problems = list(request_problems(request, self.recipe))
+        if request.image is not None and request.image.size != (request.width, request.height):
+            size = "{}x{}".format(*request.image.size)
+            problems.append(f"the image is {size} (width x height) and the video {request.width}x{request.height}.")
+        if problems:
+            raise ValueError("\n".join(problems))
 
     def describe(self) -> dict[str, Any]:
         """What was loaded and chosen, for the sidecar and metrics."""
