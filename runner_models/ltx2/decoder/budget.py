@@ -80,7 +80,10 @@ def choose_chunk(
     ranks: int = 1,
     steps: int = 1,
 ) -> int | None:
-    """Frames a chunk: None (the whole clip) where that fits and `streaming` is not asked for; 8 where nothing fits."""
+    """Frames a chunk; 8 where nothing fits.
+
+    None, the whole clip, where that fits and `streaming` is not asked for, or where it is short and needs less.
+    """
 
     def fits(chunk: int | None) -> bool:
         needed = decode_bytes(config, latent_grid, element=element, chunk_frames=chunk, ranks=ranks, steps=steps)
@@ -88,7 +91,10 @@ def choose_chunk(
 
     if not streaming and fits(None):
         return None
-    return next((chunk for chunk in range(MAX_CHUNK_FRAMES, 8, -8) if fits(chunk)), 8)
+    for chunk in (*range(MAX_CHUNK_FRAMES, 0, -8), None):
+        if fits(chunk):
+            return chunk
+    return 8
 
 
 def free_bytes(device: torch.device) -> int:

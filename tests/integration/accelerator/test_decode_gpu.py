@@ -1,4 +1,4 @@
-"""The exact decode on a GPU against the stock untiled one, with the same attention: bf16, whole, in chunks, as bytes."""
+"""The exact decode on a GPU against the stock untiled one with the same attention: bf16, whole, in chunks, as bytes."""
 
 from typing import Any
 

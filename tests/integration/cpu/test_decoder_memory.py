@@ -121,3 +121,5 @@ def test_the_chunk_that_fits() -> None:
     assert chosen(100, streaming=True) == budget.MAX_CHUNK_FRAMES
     assert chosen(30) in (16, 24)
     assert chosen(5) == 8
+    short = {"element": 2, "free_bytes": int(18 * GIB), "streaming": True}
+    assert budget.choose_chunk(CONFIG, (7, 48, 32), **short) is None, "49 frames at once need less than a chunk's state"
