@@ -282,3 +282,15 @@ def check_requests() -> dict[str, Any]:
             }
         session.barrier("compared")
     return report
+
+
+def check_agreement() -> int:
+    """The chunk of all ranks, of which only the last has little memory."""
+    with start(ulysses_degree=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=60)) as session:
+        state = session.state
+        free = 1 if state.rank == state.world_size - 1 else 2**50
+        with mock.patch("runner_models.ltx2.decoder.video.free_bytes", return_value=free):
+            chunk = video_decoder(state, parallel=True)._chunk((3, 7, 8))
+        session.barrier("agreed")
+        assert chunk is not None
+        return chunk

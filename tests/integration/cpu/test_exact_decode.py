@@ -4,12 +4,14 @@ Deviations are the largest difference over the reference's standard deviation.
 """
 
 import contextlib
+import logging
 
 import pytest
 import torch
 from decode_cases import (
     SEED,
     Case,
+    check_agreement,
     check_cases,
     check_requests,
     check_video,
@@ -20,12 +22,18 @@ from decode_cases import (
     stock,
     stock_in_fp64,
     tiny_decoder,
+    video_decoder,
 )
 from ranks import run_ranks
 
 from layers.neighborhood_attention import neighborhood_attention_sdpa
+from layers.parallel_state import ParallelState
+from runner_models.ltx2.decoder import video
+from runner_models.ltx2.decoder.budget import decode_bytes
 from runner_models.ltx2.decoder.exact import ExactDecoder
+from runner_models.ltx2.decoder.options import DecodeOptions
 from runner_models.ltx2.decoder.tiled import assign
+from runner_models.ltx2.decoder.video import VideoDecoder
 
 # fp32, order of sums only. Measured: 0 for one push, 1.5e-5 for chunks, up to 8e-5 for shards, whose matrix products
 # have other shapes. The stock decode itself is 6e-5 from the same decode in fp64; two SDPA tilings of it differ by
@@ -149,3 +157,34 @@ def test_requests_on_two_ranks() -> None:
 def test_tiles_go_to_ranks_longest_first() -> None:
     assert assign([1, 8, 3, 5], 2) == [0, 0, 1, 1], "8 + 1 and 5 + 3: ties go to the first"
     assert assign([2, 2, 2], 4) == [0, 1, 2]
+
+
+def test_chunks_by_itself_where_the_clip_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = video_decoder(ParallelState())
+    needed = decode_bytes(tiny_decoder().config, (16, 48, 32), element=4)
+    with caplog.at_level(logging.INFO):
+        monkeypatch.setattr(video, "free_bytes", lambda device: 2 * needed)
+        assert decoder._chunk((16, 48, 32)) is None
+        assert not caplog.messages
+        monkeypatch.setattr(video, "free_bytes", lambda device: needed)
+        assert decoder._chunk((16, 48, 32)) in (8, 16, 24, 32)
+    assert "the whole clip does not fit" in caplog.text
+
+
+def test_out_of_memory_says_what_would_need_less() -> None:
+    def greedy(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    decoder = VideoDecoder(
+        tiny_decoder(), None, attention=greedy, options=DecodeOptions(chunk_frames=16), state=ParallelState()
+    )
+    with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 3 GiB") as caught:
+        list(decoder.frames(latents_of(Case()), torch.Generator()))
+    for part in ("in chunks of 16 frames needs about", "--decode_chunk_frames 8", "--use_parallel_vae on 2 ranks"):
+        assert part in str(caught.value)
+
+
+def test_ranks_agree_on_the_chunk() -> None:
+    assert run_ranks(check_agreement, 2) == 8
