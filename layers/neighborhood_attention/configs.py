@@ -107,7 +107,7 @@ class _Rule:
 
 @dataclass(frozen=True)
 class ArchConfig:
-    """The content of one json; the first rule that matches a call decides. `evidence` says where the rules come from."""
+    """The content of one json: the first rule that matches a call decides; `evidence` says where rules come from."""
 
     arch: str
     evidence: str
