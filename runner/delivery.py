@@ -113,6 +113,7 @@ Save = Callable[[int, VideoOutput, dict[str, float]], Saved]
 
 
 def save_video(
+    directory: Path,
     config: RunConfig,
     requests: list[VideoRequest],
     session: Session,
@@ -120,12 +121,13 @@ def save_video(
     output: VideoOutput,
     seconds: dict[str, float],
 ) -> Saved:
-    """Write the mp4 under a free name while its frames come. `mux` is what writing took beyond the decode.
+    """Write the mp4 under a free name of `directory` while its frames come.
 
-    Where the decode stood waiting for the encoder, that is taken from `video_decode` and counted as `mux`.
+    `mux` is what writing took beyond the decode. Where the decode stood waiting for the encoder, that is taken from
+    `video_decode` and counted as `mux`.
     """
     request = requests[index]
-    path = output_path(Path(config.output_directory).expanduser(), config.output_stem(index))
+    path = output_path(directory, config.output_stem(index))
     session.on_abort(lambda: partial_path(path).unlink(missing_ok=True))
     writer = VideoWriter(
         path,

@@ -57,9 +57,11 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     check_memory(config)
     # Read once: a URL, or a file on another host, might give every rank another picture.
     requests = session.broadcast_object(make_requests(config) if state.rank == 0 else None)
+    directory = Path(config.output_directory)  # used on rank 0 alone
     if state.rank == 0:
         pixels = config.height * config.width * config.num_frames
-        check_output_directory(config.output_directory, needed_bytes=int(len(requests) * pixels * _BYTES_PER_PIXEL))
+        needed = int(len(requests) * pixels * _BYTES_PER_PIXEL)
+        directory = check_output_directory(config.output_directory, needed_bytes=needed)
     progress = state.rank == 0 and sys.stderr.isatty()
     if not progress:
         _silence_loading_bars()
@@ -98,12 +100,11 @@ def run(config: RunConfig, session: Session) -> list[Path]:
             deque(output.frames, maxlen=0)
         session.barrier("warm-up")
 
-    directory = Path(config.output_directory).expanduser()
     samples, paths = [], []
     for iteration in range(config.num_iterations):
         last = iteration == config.num_iterations - 1
         for indices in _rounds(len(requests), state.data_parallel_degree):
-            save = functools.partial(save_video, config, requests, session) if last else None
+            save = functools.partial(save_video, directory, config, requests, session) if last else None
             done = _generate(model, requests, indices, iteration, session, progress=progress, save=save)
             for sample, saved in done:
                 if saved is not None:

@@ -179,6 +179,21 @@ def _stage_rows(stage: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def memory_request(config: RunConfig) -> dict[str, Any]:
+    """What `runner_models.ltx2.memory.estimate` is to estimate for this run, beside its recipe."""
+    return {
+        "model": config.model,
+        "load_format": config.load_format,
+        "height": config.height,
+        "width": config.width,
+        "num_frames": config.num_frames,
+        "dtype": config.dtype,
+        "offload": config.enable_model_cpu_offload,
+        "sequence_degree": config.sequence_degree,
+        "decode": config.decode_options,
+    }
+
+
 def memory_problem(
     config: RunConfig, *, estimate: Callable[..., Mapping[str, int]], available_bytes: int
 ) -> str | None:
@@ -191,16 +206,7 @@ def memory_problem(
     """
 
     def peak(**changes: Any) -> int:
-        request = {
-            "height": config.height,
-            "width": config.width,
-            "num_frames": config.num_frames,
-            "dtype": config.dtype,
-            "offload": config.enable_model_cpu_offload,
-            "sequence_degree": config.sequence_degree,
-            "decode": config.decode_options,
-        } | changes
-        return estimate(config.recipe, load_format=config.load_format, model=config.model, **request)["peak"]
+        return estimate(config.recipe, **(memory_request(config) | changes))["peak"]
 
     def fits(**changes: Any) -> bool:
         return peak(**changes) <= available_bytes

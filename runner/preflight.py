@@ -10,9 +10,9 @@ import torch
 from runner.checks import check
 from runner.config import RunConfig
 from runner.errors import UsageError
-from runner.plan import memory_problem, plan
+from runner.plan import memory_problem, memory_request, plan
 from runner_models.api import SetupError
-from runner_models.ltx2.load import read_config
+from runner_models.ltx2.load import check_folder, read_config
 from runner_models.ltx2.memory import estimate
 
 
@@ -30,6 +30,7 @@ def preflight(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> 
         UsageError: what `runner.checks.check` finds, or a checkpoint folder that cannot be used.
     """
     try:
+        check_folder(config.model, config.recipe, load_format=config.load_format)
         transformer = read_config("transformer", config.model, config.recipe, load_format=config.load_format)
     except SetupError as error:
         raise UsageError(str(error)) from error
@@ -48,7 +49,7 @@ def check_memory(config: RunConfig, *, environ: Mapping[str, str] = os.environ) 
     Raises:
         UsageError: with the estimate, what is free, and what would fit.
     """
-    problem = _memory_problem(config, environ)
+    problem = _memory_problem(config, available_bytes(config, environ=environ))
     if problem:
         raise UsageError(problem)
 
@@ -56,30 +57,15 @@ def check_memory(config: RunConfig, *, environ: Mapping[str, str] = os.environ) 
 def make_plan(config: RunConfig, *, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The checked plan with memory filled in, for --dry_run; what does not fit here is a line of it and no error."""
     config = preflight(config, environ=environ)
-    misfit = _memory_problem(config, environ)
-    memory = estimate(
-        config.recipe,
-        height=config.height,
-        width=config.width,
-        num_frames=config.num_frames,
-        dtype=config.dtype,
-        load_format=config.load_format,
-        model=config.model,
-        offload=config.enable_model_cpu_offload,
-        sequence_degree=config.sequence_degree,
-        decode=config.decode_options,
-    )
-    return plan(
-        config,
-        memory_bytes=memory,
-        available_bytes=available_bytes(config, environ=environ),
-        misfit=misfit,
-    )
+    available = available_bytes(config, environ=environ)
+    misfit = _memory_problem(config, available)
+    memory = estimate(config.recipe, **memory_request(config))
+    return plan(config, memory_bytes=memory, available_bytes=available, misfit=misfit)
 
 
-def _memory_problem(config: RunConfig, environ: Mapping[str, str]) -> str | None:
+def _memory_problem(config: RunConfig, available: int) -> str | None:
     try:
-        return memory_problem(config, estimate=estimate, available_bytes=available_bytes(config, environ=environ))
+        return memory_problem(config, estimate=estimate, available_bytes=available)
     except SetupError as error:
         raise UsageError(str(error)) from error
 

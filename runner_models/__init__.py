@@ -105,13 +105,15 @@ def load_model(
 
     from layers.parallel_state import ParallelState
     from runner_models.ltx2.attentions import choose_attentions
-    from runner_models.ltx2.load import load, resolve
+    from runner_models.ltx2.load import check_folder, load, resolve
     from runner_models.ltx2.pipeline import Ltx2Model
 
     recipe = find_recipe(model)
     state = state or ParallelState(device=torch.device(device))
     torch_dtype = getattr(torch, dtype or ("float32" if state.device.type == "cpu" else "bfloat16"))
-    attentions = attentions or choose_attentions(model, recipe, load_format=load_format, state=state, dtype=torch_dtype)
+    if attentions is None:
+        check_folder(model, recipe, load_format=load_format)
+        attentions = choose_attentions(model, recipe, load_format=load_format, state=state, dtype=torch_dtype)
     source = source or resolve(model, recipe, load_format=load_format)
     parts = load(source, recipe, device=state.device, dtype=torch_dtype, offload=offload)
     return Ltx2Model(parts, recipe, source=source, state=state, attentions=attentions, decode=decode, offload=offload)

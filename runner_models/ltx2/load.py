@@ -59,33 +59,47 @@ def resolve(model: str, recipe: Recipe, *, load_format: str, revision: str | Non
         _say_noise(f"--model {model}")
         folder = tiny_checkpoint()
         return Source(folder, folder.name, random_weights=True)
-    folder, _ = split_folder(model)
-    if not folder.is_dir():
-        folder = _download(recipe, revision=revision, local_files_only=not fetch)
-        return Source(_checked(folder, recipe, model), folder.name, random_weights=False)
-    return Source(_checked(folder, recipe, model), None, random_weights=False)
+    named = local_folder(model, load_format=load_format)
+    folder = named or _download(recipe, revision=revision, local_files_only=not fetch)
+    return Source(_checked(folder, recipe, model), None if named else folder.name, random_weights=False)
 
 
 def _say_noise(flag: str) -> None:
     logger.info("%s: random weights, the picture and the sound are noise", flag)
 
 
+def local_folder(model: str, *, load_format: str) -> Path | None:
+    """The checkpoint folder that `--model` names, or None for the hub's, the tiny and the dummy one."""
+    folder, _ = split_folder(model)
+    return folder if load_format != "dummy" and model not in TINY_NAMES and folder.is_dir() else None
+
+
+def check_folder(model: str, recipe: Recipe, *, load_format: str) -> None:
+    """Refuse a checkpoint folder that is not whole; every json and the header of every weight file is read, once.
+
+    Raises:
+        SetupError: naming what is missing or damaged.
+    """
+    folder = local_folder(model, load_format=load_format)
+    if folder is not None:
+        _checked(folder, recipe, model)
+
+
 def read_config(name: str, model: str, recipe: Recipe, *, load_format: str) -> dict[str, Any]:
     """The config of one component of `--model`, before anything is downloaded or made.
 
-    The released names give the released architecture that is kept here, a folder its own. `name` is one of
-    `build.COMPONENTS`; "transformer" means the recipe's.
+    The released names give the released architecture that is kept here, a folder its own (`check_folder` says whether
+    it is whole). `name` is one of `build.COMPONENTS`; "transformer" means the recipe's.
 
     Raises:
-        SetupError: a folder that lacks components or holds a config that is no json.
+        SetupError: a config that is missing, or no json.
     """
     if model in TINY_NAMES and load_format != "dummy":
         return tiny_config(name)
-    folder, _ = split_folder(model)
-    if load_format == "dummy" or not folder.is_dir():
+    folder = local_folder(model, load_format=load_format)
+    if folder is None:
         return component_config(name)
-    path = _checked(folder, recipe, model) / (recipe.transformer_subfolder if name == "transformer" else name)
-    return _read_json(path / "config.json")
+    return _read_json(folder / (recipe.transformer_subfolder if name == "transformer" else name) / "config.json")
 
 
 def needed_folders(recipe: Recipe) -> tuple[str, ...]:

@@ -6,14 +6,13 @@ weights, the stock untiled decode 64.6 GiB.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from runner_models import TINY_NAMES, split_folder
+from runner_models import TINY_NAMES
 from runner_models.ltx2.build import PARAMETERS
 from runner_models.ltx2.decoder.budget import decode_bytes
 from runner_models.ltx2.decoder.options import DecodeOptions
-from runner_models.ltx2.load import parameter_counts, read_config
+from runner_models.ltx2.load import local_folder, parameter_counts, read_config
 from runner_models.ltx2.recipes import SPATIAL_RATIO, TEMPORAL_RATIO, Recipe, token_counts
 from runner_models.ltx2.tiny import TINY_PARAMETERS
 
@@ -54,13 +53,10 @@ def estimate(
         SetupError: a checkpoint folder that lacks files or holds damaged ones.
     """
     element = DTYPE_BYTES[dtype]
-    tiny = model in TINY_NAMES and load_format != "dummy"
-    named = split_folder(model)[0]
-    folder = named if named.is_dir() and not tiny and load_format != "dummy" else None
     transformer, decoder = (
         read_config(name, model, recipe, load_format=load_format) for name in ("transformer", "diffusion_decoder")
     )
-    weights = _weights(folder, recipe, tiny)
+    weights = _weights(model, recipe, load_format)
     inner_width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     stages = token_counts(recipe, height=height, width=width, num_frames=num_frames, frame_rate=recipe.frame_rate)
     tokens = -(-max(stage.video for stage in stages) // sequence_degree)
@@ -100,8 +96,9 @@ def _decode_bytes(
     return needed, needed
 
 
-def _weights(folder: Path | None, recipe: Recipe, tiny: bool) -> dict[str, int]:
+def _weights(model: str, recipe: Recipe, load_format: str) -> dict[str, int]:
+    folder = local_folder(model, load_format=load_format)
     if folder is not None:
         return parameter_counts(folder, recipe)
-    counts = TINY_PARAMETERS if tiny else PARAMETERS
+    counts = TINY_PARAMETERS if model in TINY_NAMES and load_format != "dummy" else PARAMETERS
     return {name: count for name, count in counts.items() if recipe.stages == 2 or name != "latent_upsampler"}

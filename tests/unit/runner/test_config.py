@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from runner.config import RunConfig
 from runner.errors import UsageError
 from runner.flags import FLAGS
 from runner.plan import memory_problem, plan, render
+from runner_models.ltx2 import load
 from runner_models.ltx2.decoder.options import DecodeOptions
 from runner_models.ltx2.recipes import DISTILLED, FULL, Recipe
 
@@ -368,3 +370,13 @@ def test_preflight_settles_the_config_and_refuses_what_does_not_fit(monkeypatch:
             environ={"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"},
         )
     assert preflight.available_bytes(check(small), environ={"LOCAL_WORLD_SIZE": "4"}) == 250
+
+
+def test_a_checkpoint_folder_is_gone_through_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of 66 GB on a network disk: its files are opened once before the run, not by every question about it."""
+    passes: list[Path] = []
+    checked = load._checked
+    monkeypatch.setattr(load, "_checked", lambda folder, *rest: (passes.append(folder), checked(folder, *rest))[1])
+    run = config(model=str(tiny_folder), height=256, width=256, num_frames=17, device="cpu")
+    preflight.check_memory(preflight.preflight(run, environ={}), environ={})
+    assert passes == [tiny_folder]
