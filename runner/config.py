@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.errors import UsageError
-from runner.flags import FLAGS, read_values
+from runner.flags import FLAGS
 from runner_models import find_recipe
 from runner_models.ltx2.decoder.options import DecodeOptions
 from runner_models.ltx2.recipes import DEFAULT_NEGATIVE_PROMPT, Recipe
@@ -87,13 +87,8 @@ class RunConfig:
             return config
         return dataclasses.replace(config, negative_prompt=("" if recipe.distilled else DEFAULT_NEGATIVE_PROMPT,))
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], *, where: str = " in the json") -> RunConfig:
-        """What `to_json` wrote. Raises UsageError for unknown names and wrong types, named as being `where`."""
-        return cls.from_values(read_values(data, where=where))
-
     def to_json(self) -> dict[str, Any]:
-        """JSON types only, by flag name."""
+        """JSON types only, by flag name; `runner.flags.read_values` reads it back."""
         return {
             name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }

@@ -16,7 +16,7 @@ from runner.checks import NOT_YET, check
 from runner.cli import build_parser, parse
 from runner.config import RunConfig
 from runner.errors import UsageError
-from runner.flags import FLAGS, GROUPS
+from runner.flags import FLAGS, GROUPS, read_values
 from runner.plan import render
 from runner.preflight import make_plan
 from runner.xfuser_flags import UNSUPPORTED
@@ -299,12 +299,12 @@ class TestFromJson:
     def test_round_trip(self, line: str, tmp_path: Path) -> None:
         config = run(line)
         text = json.dumps(config.to_json())
-        assert RunConfig.from_json(json.loads(text)) == config
+        assert RunConfig.from_values(read_values(json.loads(text), where=" in the json")) == config
         path = tmp_path / "video.json"
         path.write_text(json.dumps({"config": config.to_json(), "versions": {}}))
         assert run(f"--from_json {path}") == config
         # yaml reads json: the same file of flags serves as a --config.
-        assert RunConfig.from_json(yaml.safe_load(text)) == config
+        assert RunConfig.from_values(read_values(yaml.safe_load(text), where=" in the yaml")) == config
 
     def test_given_flags_and_config_win(self, tmp_path: Path) -> None:
         video, file = tmp_path / "video.json", tmp_path / "run.yaml"
