@@ -1,20 +1,23 @@
 """`python -m runner` and `torchrun -m runner`: parse, run, tear down.
 
-Exit codes: 0 done, 1 a failure, 2 something the user can mend (one line, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 a failure, 2 something the user can mend (one line, no traceback), 130 interrupted. Of --doctor: 0
+this run would work here, 1 it would not.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import warnings
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from runner.errors import UsageError
 
 if TYPE_CHECKING:
+    from runner.cli import CommandLine
     from runner.config import RunConfig
 
 
@@ -25,11 +28,14 @@ def main(argv: list[str] | None = None) -> int:
     _configure_logging()
     _configure_allocator()
     from runner import cli
+    from runner.config import RunConfig
 
     try:
-        config = cli.parse(sys.argv[1:] if argv is None else argv)
+        asked = cli.read(sys.argv[1:] if argv is None else argv)
+        if asked.doctor:
+            return _examine(asked)
         # torch and diffusers take seconds to import: a mistyped flag has been answered by now.
-        return _run(config)
+        return _run(RunConfig.from_values(asked.values))
     except UsageError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -38,6 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # --dry_run | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _examine(asked: CommandLine) -> int:
+    from runner import doctor
+
+    if _rank():
+        return 0
+    report = doctor.examine(asked.values)
+    print(json.dumps(report, indent=2) if asked.json else doctor.render(report), flush=True)
+    return 0 if report["works"] else 1
 
 
 def _run(config: RunConfig) -> int:
@@ -116,7 +132,11 @@ def _configure_allocator() -> None:
     """Let CUDA's allocator grow its segments: without it 8.6 GiB of an H200 were lost to fragments at 1536x1024x121 and
     i2v ran out of memory. ROCm does not know the setting. Read by torch when it is imported, which is later.
     """
-    if "rocm" not in version("torch"):
+    try:
+        rocm = "rocm" in version("torch")
+    except PackageNotFoundError:  # --doctor says so
+        return
+    if not rocm:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 

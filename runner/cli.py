@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import yaml
@@ -24,7 +25,7 @@ PROG = "python -m runner"
 USAGE = f"{PROG} --model MODEL --task t2v|i2v --prompt TEXT [flags]\n       torchrun --nproc_per_node=N -m runner ..."
 EPILOG = (
     "'-' and '_' are alike in flag names. --no_FLAG turns off what a file turned on. Exit codes: 0 done, 2 bad usage, "
-    "1 failure."
+    "1 failure; --doctor: 0 the run would work here, 1 it would not."
 )
 
 
@@ -53,6 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
     files = parser.add_argument_group("files of flags and information")
     files.add_argument("--config", metavar="FILE", help="yaml with any of these flags; the command line wins")
     files.add_argument("--from_json", metavar="FILE", help="the .json beside a video: make it again; other flags win")
+    files.add_argument("--doctor", action="store_true", help="say whether this run would work here, and why not")
+    files.add_argument("--json", action="store_true", help="with --doctor: as one json object")
     files.add_argument("-h", "--help", action="help", help="show this and exit")
     files.add_argument("--version", action="version", version=__version__, help="print the version and exit")
     for name in UNSUPPORTED:
@@ -76,8 +79,22 @@ def _add(group: Any, flag: Flag) -> None:
         group.add_argument(option, metavar=metavar, help=text)
 
 
+@dataclass(frozen=True)
+class CommandLine:
+    """Typed values by flag name, files of flags merged in; and whether the doctor is asked, and for json."""
+
+    values: dict[str, Any]
+    doctor: bool
+    json: bool
+
+
 def parse(argv: Sequence[str] | None = None) -> RunConfig:
-    """Read a command line (default: this process's) into a RunConfig. Imports neither torch nor diffusers.
+    """Read a command line into a RunConfig; what `read` says of its argument and errors holds here."""
+    return RunConfig.from_values(read(argv).values)
+
+
+def read(argv: Sequence[str] | None = None) -> CommandLine:
+    """Read a command line (default: this process's). Imports neither torch nor diffusers.
 
     Raises:
         UsageError: a flag, a file of flags or the prompts cannot be used. What depends on the machine or on other flags
@@ -87,6 +104,9 @@ def parse(argv: Sequence[str] | None = None) -> RunConfig:
     arguments = [_underscores(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     namespace, extras = build_parser().parse_known_args(arguments)
     given = vars(namespace)
+    doctor, as_json = given.pop("doctor", False), given.pop("json", False)
+    if as_json and not doctor:
+        raise UsageError("--json belongs to --doctor; the figures of a run are in its metrics.json.")
     if extras:
         raise _unexpected(extras)
     for name in UNSUPPORTED:
@@ -105,7 +125,7 @@ def parse(argv: Sequence[str] | None = None) -> RunConfig:
     dataset = values.pop("dataset_path", None)
     if dataset is not None:
         values["prompt"] = read_prompts(dataset)
-    return RunConfig.from_values(values)
+    return CommandLine(values, doctor, as_json)
 
 
 def _underscores(argument: str) -> str:

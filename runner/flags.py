@@ -133,7 +133,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
 }
 
-NOT_IN_FILES = ("config", "from_json", "help", "version")
+NOT_IN_FILES = ("config", "from_json", "doctor", "json", "help", "version")
 
 FLAGS: dict[str, Flag] = {flag.name: flag for flags in GROUPS.values() for flag in flags}
 
