@@ -18,6 +18,8 @@ from runner.metrics import device_name
 
 logger = logging.getLogger(__name__)
 
+COMMIT_VARIABLE = "LTX_RUNNER_COMMIT"
+"""The commit of a source tree that was copied without its .git, to a machine or into an image."""
 _VERSIONED = ("torch", "triton", "diffusers", "transformers", "xfuser", "yunchang", "av")
 
 
@@ -50,10 +52,12 @@ def launch_command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit of this source tree, with "-dirty" after local changes; None for an installed package."""
+    """The commit of this source tree, with "-dirty" after local changes; of a copy without .git what COMMIT_VARIABLE
+    says, None where it says nothing.
+    """
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get(COMMIT_VARIABLE)
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
