@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from layers.neighborhood_attention.backend import NeighborhoodAttention
 from layers.parallel_state import ParallelState
@@ -167,11 +168,13 @@ class _Progress:
         self._done: dict[int, int] = {}
         weights = [stage.depth * math.prod(stage.grid) * stage.channels for stage in stages]
         self._total = sum(weights) + (steps - 1) * weights[-1]
+        self._names = {stage: f"decoder stage {index}" for index, stage in enumerate(stages, 1)}
 
     @contextmanager
     def watch(self, node: Node[torch.Tensor]) -> Iterator[None]:
-        """Enter around a piece of work; see flow.drive."""
-        yield
+        """Enter around a piece of work; see flow.drive. Names it in a trace."""
+        with record_function(self._names[node.stage] if isinstance(node, Block) else f"decoder {type(node).__name__}"):
+            yield
         if self.bar is None or not isinstance(node, Block):
             return
         new = node.window.finished - self._done.get(id(node), 0)
