@@ -6,14 +6,10 @@ from collections.abc import Iterator
 
 from runner.config import RunConfig
 from runner.errors import UsageError
-from runner.flags import FLAGS
 from runner_models.ltx2.limits import request_problems
 from runner_models.ltx2.recipes import SPATIAL_RATIO, TEMPORAL_RATIO
 
 logger = logging.getLogger(__name__)
-
-NOT_YET: tuple[str, ...] = ("profile",)
-"""Flags that take their default only, until what they ask for exists."""
 
 
 def check(
@@ -43,7 +39,7 @@ def check(
         *request_problems(config, config.recipe),
         *_run_problems(config),
         *_decode_problems(config),
-        *(_not_yet_problems(config) or _degree_problems(config, world_size, num_heads)),
+        *_degree_problems(config, world_size, num_heads),
         *_device_problems(config, local_world_size, gpu_count),
     ]
     if problems:
@@ -96,16 +92,6 @@ def _decode_problems(config: RunConfig) -> Iterator[str]:
             f"--use_parallel_vae with {ranks} ranks a video, and --height {config.height} --width {config.width} has "
             f"{rows} latent rows to share; use at most {rows} ranks a video, or leave --use_parallel_vae out."
         )
-
-
-def _not_yet_problems(config: RunConfig) -> list[str]:
-    problems = []
-    for name in NOT_YET:
-        value, default = getattr(config, name), FLAGS[name].default
-        if value != default:
-            shown = "" if value is True else f" {value}"
-            problems.append(f"--{name}{shown} is not supported yet; leave it out.")
-    return problems
 
 
 def _degree_problems(config: RunConfig, world_size: int, num_heads: int | None) -> list[str]:

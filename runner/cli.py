@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import yaml
 
 from runner import __version__
-from runner.checks import NOT_YET
 from runner.config import RunConfig
 from runner.errors import UsageError, user_path
 from runner.flags import FLAGS, GROUPS, Flag, convert, read_values, unknown
@@ -65,18 +64,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add(group: Any, flag: Flag) -> None:
     option = f"--{flag.name}"
-    text = f"{flag.help} (not supported yet)" if flag.name in NOT_YET else flag.help
     if flag.kind == "bool":
-        group.add_argument(option, action="store_true", help=text)
+        group.add_argument(option, action="store_true", help=flag.help)
         group.add_argument(f"--no_{flag.name}", dest=flag.name, action="store_false", help=argparse.SUPPRESS)
         return
     default_metavar = "N" if flag.kind in ("int", "float") else flag.name.rpartition("_")[2].upper()
     metavar = flag.metavar or ("|".join(flag.choices) if flag.choices else default_metavar)
     if flag.several:
         # xfuser keeps the last of `--prompt A --prompt B`; losing A silently helps nobody.
-        group.add_argument(option, nargs="*", action="extend", metavar=metavar, help=text)
+        group.add_argument(option, nargs="*", action="extend", metavar=metavar, help=flag.help)
     else:
-        group.add_argument(option, metavar=metavar, help=text)
+        group.add_argument(option, metavar=metavar, help=flag.help)
 
 
 @dataclass(frozen=True)

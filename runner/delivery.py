@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from layers.parallel_state import ParallelState
 from runner.config import RunConfig
@@ -70,7 +71,8 @@ class BackgroundWriter:
         with self._changed:
             self._ended, self._given_up = True, kind is not None
             self._changed.notify_all()
-        self._thread.join()
+        with record_function("mux"):
+            self._thread.join()
         if kind is None and self._error is not None:
             raise self._error
 

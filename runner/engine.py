@@ -1,6 +1,7 @@
 """One run: check, load once, warm up, time every request, save the videos of the last iteration.
 
-Every rank runs this. With data parallelism prompt i goes to replica i % data_parallel_degree. Only rank 0 writes files.
+Every rank runs this. With data parallelism prompt i goes to replica i % data_parallel_degree. Only rank 0 writes files,
+but for the traces of --profile.
 """
 
 import functools
@@ -10,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from runner.metrics import (
     summary_table,
 )
 from runner.preflight import check_memory
+from runner.profiling import trace
 from runner.sidecar import check_output_directory, write_json
 from runner_models import load_model, split_folder
 from runner_models.api import VideoModel, VideoRequest
@@ -57,11 +60,12 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     check_memory(config)
     # Read once: a URL, or a file on another host, might give every rank another picture.
     requests = session.broadcast_object(make_requests(config) if state.rank == 0 else None)
-    directory = Path(config.output_directory)  # used on rank 0 alone
+    directory = Path(config.output_directory)
     if state.rank == 0:
         pixels = config.height * config.width * config.num_frames
         needed = int(len(requests) * pixels * _BYTES_PER_PIXEL)
         directory = check_output_directory(config.output_directory, needed_bytes=needed)
+    directory = session.broadcast_object(directory)
     progress = state.rank == 0 and sys.stderr.isatty()
     if not progress:
         _silence_loading_bars()
@@ -74,7 +78,7 @@ def run(config: RunConfig, session: Session) -> list[Path]:
         attention_backend=config.attention_backend,
         decoder_attention=config.decoder_attention,
     )
-    source = _resolve(config, session)
+    source = resolve_source(config, session)
     started = time.perf_counter()
     model = load_model(
         config.model,
@@ -105,7 +109,9 @@ def run(config: RunConfig, session: Session) -> list[Path]:
         last = iteration == config.num_iterations - 1
         for indices in _rounds(len(requests), state.data_parallel_degree):
             save = functools.partial(save_video, directory, config, requests, session) if last else None
-            done = _generate(model, requests, indices, iteration, session, progress=progress, save=save)
+            profiled = config.profile and last and len(requests) - 1 in indices
+            with trace(directory, rank=state.rank, device=state.device) if profiled else nullcontext():
+                done = generate_round(model, requests, indices, iteration, session, progress=progress, save=save)
             for sample, saved in done:
                 if saved is not None:
                     request = requests[sample.prompt_index]
@@ -135,7 +141,7 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     return paths
 
 
-def _resolve(config: RunConfig, session: Session) -> Source:
+def resolve_source(config: RunConfig, session: Session) -> Source:
     """The first rank of each machine fetches or makes the checkpoint while the others wait."""
     options: dict[str, Any] = {"load_format": config.load_format, "revision": config.revision}
     first = session.local_rank == 0
@@ -167,7 +173,7 @@ def _rounds(count: int, replicas: int) -> Iterator[range]:
         yield range(first, min(first + replicas, count))
 
 
-def _generate(
+def generate_round(
     model: VideoModel,
     requests: list[VideoRequest],
     indices: range,
@@ -256,6 +262,7 @@ def sidecar(
         num_iterations=1,
         warmup_calls=0,
         data_parallel_degree=1,
+        profile=False,
     )
     return {
         **environment(torch.device(config.device)),

@@ -127,7 +127,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "run and output": (
         Flag("num_iterations", "int", "timed runs, the last is saved; 1 or more (default: 1)", default=1),
         Flag("warmup_calls", "int", "runs before the timed ones; 0 or more (default: 0)", default=0),
-        Flag("profile", "bool", "write a trace of each rank", default=False),
+        Flag(
+            "profile",
+            "bool",
+            "trace the last request of each rank: profile_trace_rank_N.json.gz in --output_directory",
+            default=False,
+        ),
         Flag("output_directory", "str", "folder for videos and metrics.json, created (default: .)", default="."),
         Flag("dry_run", "bool", "print sizes, tokens, stages and memory; load nothing", default=False),
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,12 @@ class StageClock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Time one stage; a stage entered twice adds up."""
+        """Time one stage and name it in a trace; a stage entered twice adds up."""
         self._synchronize()
         start = time.perf_counter()
-        yield
-        self._synchronize()
+        with record_function(stage):
+            yield
+            self._synchronize()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
     def _synchronize(self) -> None:

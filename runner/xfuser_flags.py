@@ -46,7 +46,7 @@ _ADVICE: tuple[tuple[str, str], ...] = (
         "determinism_check=0 determinism_check_report_ranks=last",
     ),
     (
-        "--warmup_calls sets the runs before the timed ones; traces are not written yet",
+        "--profile traces the last request; --warmup_calls and --num_iterations set the runs before it",
         "profile_wait=2 profile_warmup=2 profile_active=1 profile_capture_phase profile_with_stack",
     ),
     (

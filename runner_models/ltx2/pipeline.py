@@ -26,6 +26,7 @@ from runner_models.ltx2.decoder.video import VideoDecoder
 from runner_models.ltx2.decoder_attention import decoder_grids
 from runner_models.ltx2.limits import request_problems
 from runner_models.ltx2.load import Parts, Source
+from runner_models.ltx2.ranges import step_ranges
 from runner_models.ltx2.recipes import DEFAULT_NEGATIVE_PROMPT, DISTILLED_SIGMAS, STAGE_2_SIGMAS, Guidance, Recipe
 from runner_models.ltx2.transformer import parallelize
 
@@ -238,19 +239,21 @@ class Ltx2Model:
         options = self._denoise_options(pipe, request, prompts, generator)
         full = {"height": request.height, "width": request.width}
         if self.upsample is None:
-            with timer("stage1"):
+            with timer("stage1"), step_ranges(pipe.transformer, "stage1") as step_end:
                 _configure_bar(pipe, "denoise", progress)
-                return *pipe(num_inference_steps=request.num_inference_steps, **full, **options), generator
-        with timer("stage1"):
+                options |= full | {"num_inference_steps": request.num_inference_steps}
+                return *pipe(callback_on_step_end=step_end, **options), generator
+        with timer("stage1"), step_ranges(pipe.transformer, "stage1") as step_end:
             _configure_bar(pipe, "stage 1", progress)
-            half = {"height": request.height // 2, "width": request.width // 2}
+            half = {"height": request.height // 2, "width": request.width // 2, "callback_on_step_end": step_end}
             video_latents, audio_latents = pipe(sigmas=list(DISTILLED_SIGMAS[:steps]), **half, **options)
         with timer("upsample"):
             video_latents = self.upsample(latents=video_latents, output_type="latent", return_dict=False)[0]
-        with timer("stage2"):
+        with timer("stage2"), step_ranges(pipe.transformer, "stage2") as step_end:
             _configure_bar(pipe, "stage 2", progress)
-            start = {"latents": video_latents, "audio_latents": audio_latents, "noise_scale": STAGE_2_SIGMAS[0]}
-            return *pipe(sigmas=list(STAGE_2_SIGMAS[:steps]), **start, **full, **options), generator
+            options |= full | {"callback_on_step_end": step_end, "noise_scale": STAGE_2_SIGMAS[0]}
+            start = {"latents": video_latents, "audio_latents": audio_latents}
+            return *pipe(sigmas=list(STAGE_2_SIGMAS[:steps]), **start, **options), generator
 
     def _decode_audio(self, latents: torch.Tensor) -> torch.Tensor:
         """(1, 8, L, mel/4) latents -> (channels, samples) fp32 on the CPU."""

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from runner import __version__
-from runner.checks import NOT_YET, check
+from runner.checks import check
 from runner.cli import build_parser, parse
 from runner.config import RunConfig
 from runner.errors import UsageError
@@ -81,21 +81,8 @@ def test_designs_command_line() -> None:
     assert config.output_stem(0) == "ltx_2_5_distilled_video_u8r1_tc_True_1536x1024_i2v_0"
 
 
-def test_designs_command_line_is_refused_only_for_what_does_not_exist_yet() -> None:
-    texts = {
-        "use_torch_compile": "--use_torch_compile is not supported yet; leave it out.",
-        "attention_backend": "--attention_backend AITER is not supported yet; leave it out.",
-        "use_parallel_vae": "--use_parallel_vae is not supported yet; leave it out.",
-        "ulysses_degree": "--ulysses_degree 8 is not supported yet; leave it out.",
-    }
-    expected = [texts[name] for name in NOT_YET if name in texts]
-    config = run(DESIGN)
-    if not expected:
-        check(config, world_size=8, local_world_size=8, gpu_count=8)
-        return
-    with pytest.raises(UsageError) as caught:
-        check(config, world_size=8, local_world_size=8, gpu_count=8)
-    assert str(caught.value).splitlines() == expected
+def test_designs_command_line_passes_every_check() -> None:
+    check(run(DESIGN), world_size=8, local_world_size=8, gpu_count=8)
 
 
 def test_designs_command_line_with_neutral_values() -> None:

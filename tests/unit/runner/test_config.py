@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from runner import checks, preflight
-from runner.checks import NOT_YET, check
+from runner import preflight
+from runner.checks import check
 from runner.config import RunConfig
 from runner.errors import UsageError
-from runner.flags import FLAGS
 from runner.plan import memory_problem, plan, render
 from runner_models.ltx2 import load
 from runner_models.ltx2.decoder.options import DecodeOptions
@@ -137,24 +136,6 @@ def test_several_mistakes_are_a_line_each() -> None:
     assert [line.split()[0] for line in str(caught.value).splitlines()] == ["--height", "--num_frames", "--seed"]
 
 
-OTHER: dict[str, Any] = {"attention_backend": "SDPA", "ulysses_degree": 2, "ring_degree": 2, "data_parallel_degree": 2}
-SWITCHES = ("use_torch_compile", "enable_tiling", "use_parallel_vae", "profile")
-
-
-@pytest.mark.parametrize("name", [*OTHER, *SWITCHES])
-def test_not_yet_flags_take_their_default_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "NOT_YET", (name,))
-    check(config(**{name: FLAGS[name].default}))
-    shown = f" {OTHER[name]}" if name in OTHER else ""
-    with pytest.raises(UsageError) as caught:
-        check(config(**{name: OTHER.get(name, True)}), world_size=2)
-    assert str(caught.value) == f"--{name}{shown} is not supported yet; leave it out."
-
-
-def test_not_yet_names_are_flags() -> None:
-    assert set(NOT_YET) <= set(FLAGS)
-
-
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
@@ -188,10 +169,6 @@ def test_decode_options() -> None:
 
 
 class TestDegrees:
-    @pytest.fixture(autouse=True)
-    def _all_exist(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checks, "NOT_YET", ())
-
     @pytest.mark.parametrize(
         ("degrees", "world_size", "parts"),
         [
@@ -360,7 +337,6 @@ def test_preflight_settles_the_config_and_refuses_what_does_not_fit(monkeypatch:
     assert preflight.preflight(small, environ={}).dtype == "float32"
     with pytest.raises(UsageError, match=r"--height 65536 --width 65536 .* GiB of cpu memory and .* GiB is available"):
         preflight.check_memory(check(config(height=65536, width=65536, device="cpu")), environ={})
-    monkeypatch.setattr(checks, "NOT_YET", ())
     with pytest.raises(UsageError, match="2 processes were started"):
         preflight.preflight(small, environ={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
