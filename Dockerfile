@@ -43,6 +43,8 @@ FROM base AS runner
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ARG EXTRAS=xfuser
 ARG UID=1000
+# `git describe --always --dirty`, for the json of every run; .git is not copied.
+ARG COMMIT
 COPY --from=aiter /wheels /tmp/wheels
 WORKDIR /opt/ltx-runner
 COPY pyproject.toml README.md LICENSE NOTICE ./
@@ -62,7 +64,7 @@ RUN useradd --create-home --non-unique --uid "${UID}" runner \
     && chown runner: /cache /output \
     && python3 /opt/image/image_packages.py folder aiter/jit | xargs --no-run-if-empty chown -R runner:
 ENV HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
-    TRITON_CACHE_DIR=/cache/triton PYTHONUNBUFFERED=1 HOME=/home/runner
+    TRITON_CACHE_DIR=/cache/triton PYTHONUNBUFFERED=1 HOME=/home/runner LTX_RUNNER_COMMIT=${COMMIT}
 # The hub's token is no part of the image: HF_TOKEN of `docker run`, or this file.
 # hadolint ignore=DL3064 # a path
 ENV HF_TOKEN_PATH=/run/secrets/hf_token

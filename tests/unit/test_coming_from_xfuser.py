@@ -3,7 +3,6 @@
 UPDATE_DOCS=1 writes the tables that are made from the code instead of checking them.
 """
 
-import os
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from runner.flags import FLAGS, NOT_IN_FILES
 from runner.xfuser_flags import UNSUPPORTED
+from tests.unit.docs_tables import check_table
 from tests.unit.runner.test_cli import XFUSER_FLAGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-xfuser.md"
@@ -40,13 +40,7 @@ def own_table() -> str:
     ("name", "table"), [("refused", refused_table()), ("own", own_table())], ids=["refused", "own"]
 )
 def test_tables_made_from_the_code(name: str, table: str) -> None:
-    page = PAGE.read_text()
-    pattern = rf"(<!-- {name} -->\n)(.*?)(<!-- end -->)"
-    (found,) = re.findall(pattern, page, re.DOTALL)
-    if os.environ.get("UPDATE_DOCS"):
-        PAGE.write_text(re.sub(pattern, lambda match: f"{match[1]}{table}\n{match[3]}", page, flags=re.DOTALL))
-        return
-    assert found[1] == f"{table}\n", "UPDATE_DOCS=1 writes it"
+    check_table(PAGE, name, table)
 
 
 def taken() -> dict[str, list[str]]:
