@@ -72,9 +72,11 @@ USER ${UID}
 WORKDIR /output
 VOLUME ["/cache"]
 
-# Whether requests can be made, asked with the tiny model: the memory may be in use by a request that is being made.
+# Whether requests can be made, asked with the tiny model: the memory may be in use by a request that is being made. One
+# attention is tried: AITER's others would be compiled for it.
 HEALTHCHECK --interval=10m --timeout=2m --start-period=2m --retries=2 \
-    CMD ["python3", "-m", "runner", "--doctor", "--model", "tiny", "--height", "256", "--width", "256", "--num_frames", "17"]
+    CMD ["python3", "-m", "runner", "--doctor", "--model", "tiny", "--height", "256", "--width", "256", \
+         "--num_frames", "17", "--attention_backend", "SDPA"]
 
 # [--nproc_per_node=N] FLAGS: torchrun ... -m runner FLAGS; anything that is no flag is run instead.
 ENTRYPOINT ["/usr/local/bin/ltx-runner"]

@@ -2,7 +2,8 @@
 
 It takes the flags of a run. What is not given: the model is LTX-2.5 where torch sees a GPU and, where it sees none, the
 run of the demo (tiny, 768x512, 25 frames); the task is t2v, or i2v with an image; a prompt stands in. One process
-answers for all ranks of this machine. Nothing is downloaded, and nothing stays on the disk.
+answers for all ranks of this machine. With --attention_backend that one alone is tried, which is faster. Nothing is
+downloaded, and nothing stays on the disk.
 
 torch and the rest are imported only after it is known that they can be.
 """
@@ -13,8 +14,9 @@ import importlib
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +69,11 @@ def examine(values: Mapping[str, Any], *, environ: Mapping[str, str] = os.enviro
         `works`, `problems` (empty where it works), `run`, `versions`, `variables`, and one entry a question.
     """
     report: dict[str, Any] = {"works": False, "versions": _versions(), "variables": variables(environ)}
-    report["problems"] = problems = import_problems()
-    if problems:
-        return report
-    with _quiet():
+    # Packages that announce themselves on stdout must not end up in the json.
+    with _quiet(), redirect_stdout(sys.stderr):
+        report["problems"] = problems = import_problems()
+        if problems:
+            return report
         config = _question(values, report, problems)
         if config is not None:
             _answers(config, report, problems, environ)
@@ -166,17 +169,15 @@ def _settled(config: RunConfig) -> RunConfig:
 
 
 def import_problems(modules: tuple[str, ...] = MODULES) -> list[str]:
-    """One line for each module that a run needs and that cannot be imported, in its own words."""
-    problems = []
+    """One line for each cause that keeps modules from being imported, in its own words."""
+    causes: dict[str, list[str]] = {}
     for name in modules:
         try:
             importlib.import_module(name)
         except _IMPORT_ERRORS as error:
             words = (str(error).splitlines() or [""])[0]
-            problems.append(
-                f"{name} cannot be imported ({type(error).__name__}: {words}); pip install -e . repairs it."
-            )
-    return problems
+            causes.setdefault(f"{type(error).__name__}: {words}", []).append(name)
+    return [f"{', '.join(names)} cannot be imported ({words}); install it again." for words, names in causes.items()]
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

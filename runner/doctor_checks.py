@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from layers.attention_backends import available_backends, select_backend
+from layers.attention_backends import BackendStatus, available_backends, probe_backend, select_backend
 from layers.neighborhood_attention.backend import architecture
 from layers.neighborhood_attention.select import MAKERS
 from runner.config import RunConfig
@@ -66,18 +66,25 @@ def communication(device: str) -> dict[str, Any]:
 
 
 def attention_backends(config: RunConfig) -> Answer:
-    """Every name of --attention_backend, proven on the device; `config` is settled."""
+    """Every name of --attention_backend, proven on the device; `config` is settled.
+
+    Where one is given it alone is tried: some of the others are compiled when they are first used, which takes minutes.
+    """
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     transformer = read_config("transformer", config.model, config.recipe, load_format=config.load_format)
     head_dim = transformer["attention_head_dim"]
-    found = available_backends(device, dtype=dtype, head_dim=head_dim)
-    problems = []
-    if config.attention_backend is not None or config.ring_degree > 1:
-        try:
+    problems, found = [], list[BackendStatus]()
+    try:
+        if config.attention_backend is not None or config.ring_degree > 1:
             needs_lse = config.ring_degree > 1
-            select_backend(config.attention_backend, device=device, dtype=dtype, head_dim=head_dim, needs_lse=needs_lse)
-        except ValueError as error:
-            problems.append(str(error))
+            named = select_backend(
+                config.attention_backend, device=device, dtype=dtype, head_dim=head_dim, needs_lse=needs_lse
+            )
+            found = [probe_backend(named.name, device=device, dtype=dtype, head_dim=head_dim)]
+    except ValueError as error:
+        problems.append(str(error))
+    if config.attention_backend is None or problems:
+        found = available_backends(device, dtype=dtype, head_dim=head_dim)
     return [
         {"name": s.name, "usable": s.available, "log_sum_exp": s.returns_lse, "reason": s.reason or None} for s in found
     ], problems

@@ -68,16 +68,16 @@ def _needs(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
     run = report.get("run")
-    name = "a run"
+    name = ""
     if run is not None:
-        name = f"{run['model']}, {run['task']}, {run['width']}x{run['height']}, {run['num_frames']} frames"
+        name = f": {run['model']}, {run['task']}, {run['width']}x{run['height']}, {run['num_frames']} frames"
         if "device" in run:
             name += f", on {run['device']} in {run['dtype']}, {run['ranks']} rank{'s' if run['ranks'] > 1 else ''}"
     yield ""
     if report["works"]:
-        yield f"This run would work here: {name}."
+        yield f"This run would work here{name}."
         return
-    yield f"This run would not work here: {name}."
+    yield f"This run would not work here{name}."
     for problem in report["problems"]:
         yield f"  - {problem}"
 

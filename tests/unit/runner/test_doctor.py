@@ -70,6 +70,14 @@ def test_backends_are_those_of_the_flags(capsys: pytest.CaptureFixture[str]) -> 
     assert decoder["triton"]["reason"].startswith("needs NVIDIA sm80 or newer")
 
 
+def test_a_named_backend_alone_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    report = ask(capsys, "--attention_backend", "sdpa_flash", "--ring_degree", "2")
+    assert [(entry["name"], entry["log_sum_exp"]) for entry in report["attention_backends"]] == [("SDPA_FLASH", True)]
+    report = ask(capsys, "--attention_backend", "SDPA_MATH", "--ring_degree", "2", code=1)
+    assert "does not give the log-sum-exp" in report["problems"][0]
+    assert len(report["attention_backends"]) == len(TORCH_BACKENDS + XFUSER_BACKENDS), "what could be had instead"
+
+
 def test_text_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--doctor", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
@@ -201,15 +209,24 @@ def test_json_belongs_to_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_module_that_cannot_be_imported() -> None:
     (problem,) = doctor.import_problems(("json", "no_such_module"))
-    assert problem.startswith("no_such_module cannot be imported (ModuleNotFoundError: No module named")
+    assert problem == (
+        "no_such_module cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); install it again."
+    )
 
 
 def test_a_broken_package_is_a_line_and_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "yunchang.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    (tmp_path / "yunchang.py").write_text("print('hello')\nraise ImportError('undefined symbol: _ZN3c10')\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "runner", "--doctor"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "runner", "--doctor", "--json"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1
-    assert "  - yunchang cannot be imported (ImportError: undefined symbol: _ZN3c10)" in done.stdout
+    assert json.loads(done.stdout)["problems"] == [
+        "yunchang cannot be imported (ImportError: undefined symbol: _ZN3c10); install it again."
+    ]
+    assert "hello" in done.stderr
     assert "Traceback" not in done.stderr
