@@ -15,7 +15,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Table:
-    """`folded`: behind a click in the HTML. `sources` are written under it, in full."""
+    """`folded`: behind a click. `sources` are written under it, in full."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str | None]]
@@ -111,10 +111,14 @@ def _markdown_block(block: str | Table | Plot, plots: str) -> list[str]:
         return [_plain(block)]
     if isinstance(block, Plot):
         return [f"![{_plain(block.alt)}]({plots}/{block.name}.svg)", *_markdown_sources(block.sources)]
-    lines = [f"**{_plain(block.title)}**", ""] if block.title else []
+    lines: list[str] = []
+    if block.folded:
+        lines = [f"<details><summary>{_plain(block.title)}</summary>", ""]
+    elif block.title:
+        lines = [f"**{_plain(block.title)}**", ""]
     lines += [_markdown_row(block.headers), _markdown_row(["---"] * len(block.headers))]
     lines += [_markdown_row([NOT_MEASURED if cell is None else cell for cell in row]) for row in block.rows]
-    return lines + _markdown_sources(block.sources)
+    return lines + _markdown_sources(block.sources) + (["", "</details>"] if block.folded else [])
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

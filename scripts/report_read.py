@@ -157,7 +157,12 @@ def _read_metrics(data: dict[str, Any], source: Source, into: Results) -> None:
             int(data.get("world_size", 1)),
             f"{config['task']} {_work(config, model['recipe'])}",
             _seconds(summary["total"], runs),
-            {name: spread for name, times in summary.items() if name != "total" and (spread := _seconds(times, runs))},
+            {
+                name: spread
+                for name, times in summary.items()
+                if name != "total"
+                and (spread := _seconds(times, sum(f"{name}_seconds" in s for s in data["iterations"])))
+            },
             tuple(peaks),
             runner="ours",
             decode=_decode_words(model.get("video_decode"), model.get("decoder_attention")),

@@ -161,6 +161,21 @@ def test_figures_and_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "| AMD Instinct MI350X | 8 ranks | not measured | not measured | not measured | - |" in markdown
 
 
+def test_a_run_of_the_runner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """metrics.json: only the last of two iterations wrote a file, so that its mux is one run."""
+    config = _e2e()["config"] | {"use_torch_compile": True, "task": "t2v"}
+    iterations = [{"stage1_seconds": s, "peak_memory_bytes_per_rank": [2**30 * s, 2**30]} for s in (3, 2)]
+    iterations[1]["mux_seconds"] = 0.5
+    summary = {"stage1": _times(2.5), "total": _times(2.5), "mux": _times(0.5)}
+    metrics = {**SOURCE, "config": config, "iterations": iterations, "summary": summary, "world_size": 2}
+    _, markdown, *_ = _run(tmp_path, capsys, metrics=metrics | {"model": {"recipe": "full"}})
+    row = (
+        "| ours, compiled | 2 ranks | 2.50 (2.25 to 3.00), 2 runs |  | 0.500 (0.450 to 0.600), 1 run after the total |"
+    )
+    assert f"{row} 3.0, 1.0 | method not recorded, attention not recorded | [1] |" in markdown
+    assert "**t2v full 1536x1024x121, 8 steps**" in markdown
+
+
 def test_every_figure_has_its_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, markdown, *_ = _run(tmp_path, capsys, decode=_decode())
     words = "NVIDIA H200; torch 2.11.0, xfuser 0.7.0; commit 0123456789ab; 2026-12-24; "
