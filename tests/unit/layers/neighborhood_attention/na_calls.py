@@ -1,4 +1,4 @@
-"""Functions that tests run in a worker process: see conftest.py."""
+"""Functions that tests run in a worker process: see conftest.py of tests/unit."""
 
 import torch
 

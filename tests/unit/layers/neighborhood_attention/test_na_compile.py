@@ -6,6 +6,7 @@ from pathlib import Path
 
 import na_compile
 import pytest
+import triton_compile
 
 from layers import neighborhood_attention
 from layers.neighborhood_attention import configs
@@ -17,7 +18,7 @@ WIDE = (3, 5, 27)
 
 def _cases():
     """(arch, schedule, kernel, head_dim): all that a json can choose; the decoder's largest stage is the fast part."""
-    for arch in na_compile.TARGETS:
+    for arch in triton_compile.TARGETS:
         for schedule in ("tile", "row"):
             for kernel, head_dim in [*((k, 64) for k in (*DECODER_KERNELS, WIDE)), ((3, 5, 5), 128), ((3, 5, 5), 256)]:
                 fast = kernel == (11, 11, 11) and (schedule == "tile" or arch == "sm90")
@@ -33,7 +34,7 @@ def test_machine_code(compiling, arch, schedule, kernel, head_dim):
 
 
 def check(fact, arch, config, head_dim):
-    assert fact["shared"] <= na_compile.SHARED_LIMIT[arch], fact
+    assert fact["shared"] <= triton_compile.SHARED_LIMIT[arch], fact
     assert fact["wide_loads"] > 0, fact
     assert fact["narrow_loads"] == 0, fact
     assert fact["alias"] == [], fact
@@ -104,7 +105,7 @@ def test_the_search_for_overwritten_operands_finds_one():
         "/*0100*/ HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24 ;",
         "/*0110*/ F2FP.BF16.F32.PACK_AB R5, R25, R24 ;",
     ]
-    assert na_compile._aliased_operands(loop) == [loop[0]]
-    assert na_compile._aliased_operands([loop[0], loop[1].replace("R5", "R9")]) == []
+    assert triton_compile.aliased_operands(loop) == [loop[0]]
+    assert triton_compile.aliased_operands([loop[0], loop[1].replace("R5", "R9")]) == []
     reloaded = ["/*00f0*/ LDSM.16.M88.4 R4, [R80] ;", *loop]
-    assert na_compile._aliased_operands(reloaded) == []
+    assert triton_compile.aliased_operands(reloaded) == []
