@@ -60,7 +60,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--variants", nargs="+", default=["ours"], metavar="NAME[:FLAG=VALUE,...]")
-    parser.add_argument("--to_file", choices=("none", "last", "all"), default="last", help="rounds that write a file")
+    parser.add_argument("--to_file", choices=("none", "first", "all"), default="first", help="rounds that write a file")
     parser.add_argument("--in_turn", action="store_true", help="all rounds of one variant before the next is built")
     parser.add_argument("--seconds", type=float, default=380, help="budget of the whole run (default: 380)")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
@@ -206,7 +206,9 @@ class Bench:
         config = self.config
         rounds = range(-config.warmup_calls, config.num_iterations)
         for round_ in rounds:
-            to_file = self.arguments.to_file == "all" or (self.arguments.to_file == "last" and round_ == rounds[-1])
+            to_file = round_ >= 0 and (
+                self.arguments.to_file == "all" or (self.arguments.to_file, round_) == ("first", 0)
+            )
             for variant in variants:
                 assert variant.contestant is not None
                 last = variant.samples[-1].total_seconds if variant.samples else variant.row["first_request_seconds"]
@@ -215,7 +217,7 @@ class Bench:
                     variant.row["cut_short"] = True
                     continue
                 with scratch() as folder:
-                    samples, seconds = variant.contestant.round(round_, folder if to_file and round_ >= 0 else None)
+                    samples, seconds = variant.contestant.round(round_, folder if to_file else None)
                 if round_ >= 0 and samples:
                     variant.samples += samples
                     variant.to_file_seconds += [seconds] if to_file else []

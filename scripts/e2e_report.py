@@ -37,7 +37,9 @@ def check_result(
         want = [count.video for count, calls in zip(counts, steps, strict=True) for _ in range(calls)]
         if work.video_tokens != want:
             wrong = f"the transformer's calls had {work.video_tokens} video tokens and not {want}"
-    if first is not None and first.work.latents is not None and work.latents is not None:
+    if work.latents is not None and not bool(torch.isfinite(work.latents).all()):
+        wrong = wrong or "its final latents are not finite"
+    elif first is not None and first.work.latents is not None and work.latents is not None:
         expected = first.work.latents.float()
         difference = work.latents.to(expected.device).float() - expected
         error = found["latents_relative_l2"] = float(difference.norm() / expected.norm())

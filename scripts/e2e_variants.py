@@ -33,6 +33,7 @@ from runner_models.ltx2.load import Parts, Source
 from runner_models.ltx2.pipeline import Ltx2Model
 
 NAMES = ("ours", "stock", "xfuser")
+STAGES = ("encode", "stage1", "upsample", "stage2", "audio_decode", "video_decode", "mux")
 OPTIONS = (
     "attention_backend",
     "decoder_attention",
@@ -252,7 +253,8 @@ class PeerContestant:
             with clock("mux"):
                 self.peer.save(made, folder)
         seconds = time.perf_counter() - start
-        sample = Sample(iteration, 0, dict(clock.seconds), (peak_memory_bytes(device),))
+        stages = {stage: clock.seconds[stage] for stage in STAGES if stage in clock.seconds}
+        sample = Sample(iteration, 0, stages, (peak_memory_bytes(device),))
         gathered = self.session.gather_objects((sample, seconds))
         if self.session.state.rank:
             return [], seconds

@@ -208,7 +208,7 @@ def _verified(**changes: Any) -> Verified:
         ({}, None),
         ({"latents": torch.ones(4) * 1.01}, None),
         ({"latents": -torch.ones(4)}, "its final latents are others: relative L2 2.0e+00"),
-        ({"latents": torch.full((4,), torch.nan)}, "its final latents are others"),
+        ({"latents": torch.full((4,), torch.nan)}, "its final latents are not finite"),
         ({"tokens": VIDEO_TOKENS[1:]}, "the transformer's calls had"),
         ({"frames": None}, "no frames came"),
         ({"frames": torch.zeros(17, 256, 128, 3, dtype=torch.uint8)}, "frames have the shape (17, 256, 128, 3)"),
