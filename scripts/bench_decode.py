@@ -26,12 +26,15 @@ import torch.distributed as dist
 from decode_inside import StockProcessor, estimates, relative_l2, rows, shares, stage_times, table
 
 from layers.neighborhood_attention import na3d_flash_attn, neighborhood_attention_sdpa
+from layers.neighborhood_attention.backend import Target, architecture
+from layers.neighborhood_attention.builtin import make_triton
+from layers.neighborhood_attention.routing import RoutedAttention
 from layers.parallel_state import ParallelState
 from runner import distributed
 from runner.environment import environment
 from runner_models.ltx2.build import build_component, component_config
 from runner_models.ltx2.decoder.exact import ExactDecoder
-from runner_models.ltx2.decoder.geometry import split_rows
+from runner_models.ltx2.decoder.geometry import split_rows, stages_of
 from runner_models.ltx2.decoder.halo import Shard
 from runner_models.ltx2.decoder.options import DecodeOptions
 from runner_models.ltx2.decoder.tiled import tiled_decode
@@ -77,9 +80,10 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(1)
         shape = (1, config["latent_channels"], *arguments.latents)
         self.latents = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+        self.stages = stages_of(self.model.config, tuple(arguments.latents))
         self.fast: Any = na3d_flash_attn if self.on_gpu else neighborhood_attention_sdpa
         self.kernel = "our kernel" if self.on_gpu else "sdpa"
-        self.exact = ExactDecoder(self.model, attention=self.fast)
+        self.exact = ExactDecoder(self.model, attention=self.routed())
         self.frames = 8 * arguments.latents[0] - 7
         self.result: dict[str, Any] = {
             **environment(self.device),
@@ -88,6 +92,16 @@ class Bench:
             "ranks": state.sequence_degree,
             "weights_gib": sum(p.nbytes for p in self.model.parameters()) / GIB,
         }
+
+    def routed(self) -> Any:
+        """Our attention as a run has it, with softmax bounds; on a CPU tiled SDPA."""
+        if not self.on_gpu:
+            return neighborhood_attention_sdpa
+        kernels = tuple(dict.fromkeys(stage.kernel for stage in self.stages))
+        target = Target(
+            self.device, architecture(self.device), self.dtype, self.model.config["decoder_head_dim"], kernels
+        )
+        return RoutedAttention([make_triton(target)])
 
     def generator(self) -> torch.Generator:
         """The noise of every variant."""
@@ -120,7 +134,7 @@ class Bench:
     def on_the_host(self) -> None:
         """The whole way, to bytes in host memory."""
         options = DecodeOptions(parallel=self.state.sequence_degree > 1)
-        decoder = VideoDecoder(self.model, None, attention=self.fast, options=options, state=self.state)
+        decoder = VideoDecoder(self.model, None, attention=self.exact.attention, options=options, state=self.state)
         for _ in decoder.frames(self.latents, self.generator()):
             pass
 

@@ -21,7 +21,10 @@ OSError, a torch it was not built for an AttributeError, a driver it cannot find
 
 
 class NeighborhoodAttention(Protocol):
-    """The attention a decoder block calls; arguments and result are those of neighborhood_attention_reference."""
+    """The attention a decoder block calls; arguments and result are those of neighborhood_attention_reference.
+
+    `softmax_bound`, a promise that no |q . k| is larger, is given only where an attribute `takes_bound` is true.
+    """
 
     def __call__(
         self,
@@ -33,6 +36,7 @@ class NeighborhoodAttention(Protocol):
         q_start: Sequence[int] = (0, 0, 0),
         kv_start: Sequence[int] = (0, 0, 0),
         grid: Sequence[int] | None = None,
+        softmax_bound: float | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -68,13 +72,15 @@ class Backend:
     """A kernel that is there. `detail` says which one, for the log.
 
     `attend` is called with q, k, v and kernel_size, and with q_start, kv_start and grid where `takes_offsets`; without,
-    q, k and v cover one grid. It raises Unserved for a call that the kernel cannot take.
+    q, k and v cover one grid. With `takes_bound` also with softmax_bound, which may be None. It raises Unserved for a
+    call that the kernel cannot take.
     """
 
     name: str
     attend: Attend
     takes_offsets: bool
     detail: str = ""
+    takes_bound: bool = False
 
 
 class Unserved(Exception):

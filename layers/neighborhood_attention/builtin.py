@@ -31,7 +31,7 @@ def make_triton(target: Target) -> Backend:
         detail = f"schedule {next(iter(names.values()))}"
     else:
         detail = ", ".join(f"schedule {name} for {kernel}" for kernel, name in names.items())
-    return Backend("triton", _flash, takes_offsets=True, detail=detail)
+    return Backend("triton", _flash, takes_offsets=True, detail=detail, takes_bound=True)
 
 
 def _schedule(target: Target, kernel: Size) -> str:

@@ -25,6 +25,11 @@ class RoutedAttention:
         self.calls = 0
         self._preferred: dict[Size, Backend] = {}
 
+    @property
+    def takes_bound(self) -> bool:
+        """Whether one of the kernels is faster with a softmax_bound."""
+        return any(backend.takes_bound for backend in self.backends)
+
     def prefer(self, kernel_size: Size, backend: Backend) -> None:
         """Call `backend` for this kernel size from now on."""
         self._preferred[kernel_size] = backend
@@ -43,15 +48,17 @@ class RoutedAttention:
         q_start: Sequence[int] = (0, 0, 0),
         kv_start: Sequence[int] = (0, 0, 0),
         grid: Sequence[int] | None = None,
+        softmax_bound: float | None = None,
     ) -> torch.Tensor:
-        """See neighborhood_attention_reference."""
+        """See neighborhood_attention_reference, and na3d_flash_attn for `softmax_bound`."""
         kernel = (int(kernel_size[0]), int(kernel_size[1]), int(kernel_size[2]))
         axes = check_inputs(q, k, v, kernel, q_start=q_start, kv_start=kv_start, grid=grid)
         backend = self.backend_for(kernel)
         self.calls += 1
         try:
             if backend.takes_offsets:
-                return backend.attend(q, k, v, kernel, q_start=q_start, kv_start=kv_start, grid=grid)
+                bound = {"softmax_bound": softmax_bound} if backend.takes_bound else {}
+                return backend.attend(q, k, v, kernel, q_start=q_start, kv_start=kv_start, grid=grid, **bound)
             return _on_the_keys_grid(backend, q, k, v, kernel, axes)
         except Unserved as reason:
             self.routed[f"{backend.name}: {reason}"] += 1

@@ -42,6 +42,16 @@ def fuse_qkv(attn: Any) -> None:
 def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q, K and V (..., heads, head_dim) of hidden_states (..., dim): views of one product, before norms and rotation.
 
+    Raises ValueError as fuse_qkv does.
+    """
+    qkv = F.linear(hidden_states, *joint_weights(attn))
+    q, k, v = qkv.unflatten(-1, (3, attn.heads, attn.head_dim)).unbind(-3)
+    return q, k, v
+
+
+def joint_weights(attn: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight (3 dim, dim) and bias (3 dim,) of Q, K and V together.
+
     Fuses again where the weights have been moved, cast or replaced; that is logged once. Inference only: no gradient
     reaches the weights. Raises ValueError as fuse_qkv does.
     """
@@ -49,20 +59,24 @@ def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
     if not _is_fused([layer.weight for layer in layers]) or not _is_fused([layer.bias for layer in layers]):
         fuse_qkv(attn)
         _say_fused_again()
-    qkv = F.linear(hidden_states, _block(layers[0].weight), _block(layers[0].bias))
-    q, k, v = qkv.unflatten(-1, (3, attn.heads, attn.head_dim)).unbind(-3)
-    return q, k, v
+    return _block(layers[0].weight), _block(layers[0].bias)
+
+
+def plain_linear(module: Any, name: str) -> torch.nn.Linear:
+    """The linear layer `name` of a decoder module. Raises ValueError where an adapter has taken its place: its weight
+    alone would then not be what the layer computes.
+    """
+    layer = module.get_submodule(name)
+    if type(layer) is not torch.nn.Linear:
+        raise ValueError(
+            f"{name} of the decoder is a {type(layer).__name__}, not a plain linear layer: "
+            "an adapter is attached. Merge it into the weights (merge_and_unload or fuse_lora) before decoding."
+        )
+    return layer
 
 
 def _linears(attn: Any) -> list[torch.nn.Linear]:
-    layers = [getattr(attn, name) for name in _NAMES]
-    for name, layer in zip(_NAMES, layers, strict=True):
-        if type(layer) is not torch.nn.Linear:
-            raise ValueError(
-                f"{name} of the decoder's attention is a {type(layer).__name__}, not a plain linear layer: an adapter "
-                "is attached. Merge it into the weights (merge_and_unload or fuse_lora) before decoding."
-            )
-    return layers
+    return [plain_linear(attn, name) for name in _NAMES]
 
 
 def _is_fused(parts: list[Any]) -> bool:

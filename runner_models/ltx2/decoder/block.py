@@ -2,32 +2,20 @@
 
 The arithmetic is that of LTX2VideoVaeNABlock and LTX2VideoVaeDiffusionNABlock (diffusers 0.42,
 models/autoencoders/ltx2_diffusion_decoder.py). What differs: a block sees a part of the frames and of the rows, and
-works in place on its input, in slices of frames. Layout (B, T, H, W, C), and (..., heads, head_dim) for attention.
+works in place on its input; what it does to tokens alone is in pointwise.py. Layout (B, T, H, W, C), and
+(..., heads, head_dim) for attention.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from layers.neighborhood_attention.backend import NeighborhoodAttention
 from runner_models.ltx2.decoder.buffers import FrameBuffer
 from runner_models.ltx2.decoder.flow import WindowNode
 from runner_models.ltx2.decoder.geometry import Stage, Window
 from runner_models.ltx2.decoder.halo import KeyValues, Shard
-from runner_models.ltx2.qkv import project as project_qkv
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """Scale (1 added) and shift of both norms of a diffusion block at one timestep, each (B, 1, 1, 1, C)."""
-
-    attn_scale: torch.Tensor
-    attn_shift: torch.Tensor
-    mlp_scale: torch.Tensor
-    mlp_shift: torch.Tensor
+from runner_models.ltx2.decoder.pointwise import Modulation, Pointwise, pointwise
 
 
 class Context:
@@ -53,12 +41,16 @@ class Block(WindowNode[torch.Tensor]):
         shard: Shard | None = None,
         context: Context | None = None,
         modulation: Modulation | None = None,
+        softmax_bound: float | None = None,
         last: bool = False,
     ) -> None:
-        """`last`: no later block reads the context, so this one drops what it has read."""
+        """`softmax_bound`: no score is larger, see na3d_flash_attn; None where the attention asks for none. `last`: no
+        later block reads the context, so this one drops what it has read."""
         super().__init__(Window(stage.grid[0], stage.kernel[0]), cap)
         self.stock, self.stage, self.attention = stock, stage, attention
         self.context, self.modulation, self.last = context, modulation, last
+        self.bound = {} if softmax_bound is None else {"softmax_bound": softmax_bound}
+        self._pointwise: Pointwise | None = None
         self.axis = shard.axis if shard else None
         self.rows = None
         if shard is not None:
@@ -72,15 +64,12 @@ class Block(WindowNode[torch.Tensor]):
         count, start = frames.shape[1], self.window.received
         attn = self.stock.attn
         shape = (*frames.shape[:-1], attn.heads, attn.head_dim)
-        q = self.queries.extend(shape, frames)
-        k, v = self.key_values.extend(shape, frames)
+        out = (self.queries.extend(shape, frames), *self.key_values.extend(shape, frames))
+        context = None if self.context is None else self.context.frames.view(start, count)
+        if self._pointwise is None:
+            self._pointwise = pointwise(self.stock, self.modulation, frames)
         first_row = self._at_axis(self.rows.own[0] if self.rows else 0)
-        for index, x in frame_slices(frames):
-            if self.context is not None:
-                x += self.stock.context_proj(self.context.frames.view(start + index.start, x.shape[1]))
-            x = self._norm1(x)
-            starts = (start + index.start, *first_row[1:])
-            project(attn, x, starts, out=(q[:, index], k[:, index], v[:, index]))
+        self._pointwise.project(frames, context, (start, *first_row[1:]), out)
         self.residual.append(frames)
         self.key_values.exchange(count)
         if self.context is not None and self.last:
@@ -93,9 +82,8 @@ class Block(WindowNode[torch.Tensor]):
         self.window.finish(count)
         self.key_values.drop_before(self.window.first_key)
         frames = self.residual.take(count)
-        for index, x in frame_slices(frames):
-            x += self.stock.attn.to_out[0](attended[:, index].flatten(-2))
-            x += swiglu(self.stock.mlp, self._norm2(x))
+        assert self._pointwise is not None
+        self._pointwise.finish(frames, attended)
         return frames
 
     def _attend(self, count: int) -> torch.Tensor:
@@ -130,56 +118,8 @@ class Block(WindowNode[torch.Tensor]):
             q_start=(frame, *q_start[1:]),
             kv_start=(self.key_values.keys.first, *kv_start[1:]),
             grid=self.stage.grid,
+            **self.bound,
         )
 
     def _at_axis(self, row: int) -> tuple[int, int, int]:
         return (0, row if self.axis == 1 else 0, row if self.axis == 2 else 0)
-
-    def _norm1(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stock.norm1(x)
-        return x if self.modulation is None else x.mul_(self.modulation.attn_scale).add_(self.modulation.attn_shift)
-
-    def _norm2(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stock.norm2(x)
-        return x if self.modulation is None else x.mul_(self.modulation.mlp_scale).add_(self.modulation.mlp_shift)
-
-
-SLICE_TOKENS = {"cpu": 2**14, "accelerator": 2**17}
-"""Tokens that go through the pointwise part at once; 2**17 are three temporaries of 256 MiB in stage 5's MLP."""
-
-
-def frame_slices(frames: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(B, T, H, W, ...) in slices of whole frames; each with its place on T."""
-    tokens = frames.shape[0] * frames.shape[2] * frames.shape[3]
-    step = max(1, SLICE_TOKENS["cpu" if frames.device.type == "cpu" else "accelerator"] // tokens)
-    for first in range(0, frames.shape[1], step):
-        index = slice(first, min(first + step, frames.shape[1]))
-        yield index, frames[:, index]
-
-
-def project(attn: Any, x: torch.Tensor, starts: tuple[int, ...], *, out: tuple[torch.Tensor, ...]) -> None:
-    """Q (scaled), K, V of the normed x (B, T, H, W, C), whose first token lies at `starts` (T, H, W) of the whole grid,
-    into three (B, T, H, W, heads, head_dim) tensors. The order is project_qkv's: norm, scale, rotate.
-    """
-    q, k, v = project_qkv(attn, x)
-    out[2].copy_(v)
-    rotate(attn.rope, attn.norm_q(q).mul_(attn.scale), starts, out=out[0])
-    rotate(attn.rope, attn.norm_k(k), starts, out=out[1])
-
-
-def rotate(rope: Any, x: torch.Tensor, starts: tuple[int, ...], *, out: torch.Tensor) -> None:
-    """LTX2VideoVaeRotaryPosEmbed3D.forward for a part of the grid that begins at `starts` (T, H, W): the stock model's
-    own fp32 angles, at the positions of the whole.
-    """
-    parts = []
-    for axis, part in enumerate(x.split(rope.rope_dim_split, dim=-1)):
-        first, count = starts[axis], x.shape[1 + axis]
-        positions = torch.arange(first, first + count, dtype=torch.float32, device=x.device)
-        frequencies = rope._inv_freqs(part.shape[-1], x.device)
-        parts.append(rope._rotate_axis(part, positions, frequencies, axis=1 + axis))
-    torch.cat(parts, dim=-1, out=out)
-
-
-def swiglu(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """LTX2VideoVaeSwiGLU without its slices of 16,384 tokens."""
-    return mlp.w_down(F.silu(mlp.w_gate(x)).mul_(mlp.w_up(x)))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from layers.neighborhood_attention.geometry import window_start
-from runner_models.ltx2.decoder.block import SLICE_TOKENS
 from runner_models.ltx2.decoder.geometry import Stage, ghost_latents, split_rows, stages_of
+from runner_models.ltx2.decoder.pointwise import SLICE_TOKENS
 
 SLICE_TENSORS = 16
 """Live (tokens, channels) temporaries of one slice in the pointwise part: three of the MLP are four times as wide."""

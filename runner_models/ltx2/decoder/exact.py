@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from layers.fused.heads import softmax_bound
 from layers.neighborhood_attention.backend import NeighborhoodAttention
+from layers.neighborhood_attention.flash import MAX_SOFTMAX_BOUND
 from runner_models.ltx2.decoder.block import Block, Context
 from runner_models.ltx2.decoder.flow import Node, Watch, drive, split_frames
 from runner_models.ltx2.decoder.geometry import Stage, ghost_latents, stages_of
@@ -36,6 +38,7 @@ class ExactDecoder:
         num_inference_steps: int | None = None,
         chunk_frames: int | None = None,
         shard: Shard | None = None,
+        as_bytes: bool = False,
         watch: Watch = lambda node: nullcontext(),
     ) -> Iterator[torch.Tensor]:
         """Decode (B, 128, T, h, w) denormalised latents, in the model's dtype and on its device.
@@ -47,11 +50,12 @@ class ExactDecoder:
             chunk_frames: video frames a call, a multiple of 8; None decodes the clip in one go. Memory beside the
                 weights grows with it and not with the clip.
             shard: this rank's part. All ranks of its group call this with the same arguments.
+            as_bytes: give finished bytes instead of pixels.
             watch: entered around every piece of work.
 
         Yields:
             (B, n, 3, 32 h', 32 w') pixels in about [-1, 1], in order, on the device, of this rank's rows h' or columns
-            w'; at most chunk_frames at a time.
+            w'; at most chunk_frames at a time. With `as_bytes` (B, n, 32 h', 32 w', 3) uint8.
 
         Raises:
             ValueError: a chunk that is no multiple of 8, or latents smaller than a window.
@@ -67,7 +71,9 @@ class ExactDecoder:
         prepare_offloaded(self.model)
         canvas = self._canvas(latents, stages[-1], generator, shard, keep=chunk_frames >= stages[-1].grid[0])
         steps = num_inference_steps or decoder.default_num_inference_steps
-        nodes = self._nodes(stages, chunk_frames, canvas, steps=steps, batch=latents.shape[0], shard=shard)
+        nodes = self._nodes(
+            stages, chunk_frames, canvas, steps=steps, batch=latents.shape[0], shard=shard, as_bytes=as_bytes
+        )
         source = self._embedded(latents, ghosts, nodes[0].cap, shard)
         yield from drive(nodes, source, split=split_frames, watch=watch)
 
@@ -107,12 +113,17 @@ class ExactDecoder:
         steps: int,
         batch: int,
         shard: Shard | None,
+        as_bytes: bool,
     ) -> list[Node[torch.Tensor]]:
         decoder, last = self.model.decoder, stages[-1]
+        bounds = self._softmax_bounds(canvas.noise.dtype)
         caps = [stage.cap(chunk_frames, last.scale[0]) for stage in stages]
         nodes: list[Node[torch.Tensor]] = []
         for stage, cap, blocks, upsample in zip(stages, caps, decoder.det_stages, decoder.upsamples, strict=False):
-            nodes += [Block(block, stage, cap, attention=self.attention, shard=shard) for block in blocks]
+            nodes += [
+                Block(block, stage, cap, attention=self.attention, shard=shard, softmax_bound=bounds.get(block))
+                for block in blocks
+            ]
             nodes.append(Upsample(upsample, cap))
         cap = caps[-1]
         nodes.append(Crop(last.grid[0], cap))
@@ -132,11 +143,22 @@ class ExactDecoder:
                         shard=shard,
                         context=context,
                         modulation=modulation,
+                        softmax_bound=bounds.get(block),
                         last=index == steps - 1 and block is decoder.diff_blocks[-1],
                     )
                 )
-            nodes.append(StepExit(decoder, entry, cap))
+            nodes.append(StepExit(decoder, entry, cap, as_bytes=as_bytes and index == steps - 1))
         return nodes
+
+    def _softmax_bounds(self, dtype: torch.dtype) -> dict[Any, float]:
+        """Of every block, from the gains that it has now; none where the attention has no use for them."""
+        if dtype != torch.bfloat16 or not getattr(self.attention, "takes_bound", False):
+            return {}
+        decoder = self.model.decoder
+        blocks = [*(block for blocks in decoder.det_stages for block in blocks), *decoder.diff_blocks]
+        bounds = [softmax_bound(block.attn.norm_q.weight, block.attn.norm_k.weight) for block in blocks]
+        found = zip(blocks, torch.stack(bounds).tolist(), strict=True)  # one wait for the device
+        return {block: bound for block, bound in found if bound <= MAX_SOFTMAX_BOUND}
 
 
 def prepare_offloaded(model: Any) -> None:

@@ -1,6 +1,6 @@
-"""From final pixels to bytes on the host of the rank that saves them, while later frames are decoded.
+"""From final frames to the host of the rank that saves them, while later frames are decoded.
 
-Layouts: (B, n, 3, H, W) pixels in, (n, H, W, 3) uint8 out.
+Layouts: (B, n, H, W, 3) uint8 in, (n, H, W, 3) out.
 """
 
 from collections import deque
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from runner_models.ltx2.decoder.halo import Shard
-from runner_models.ltx2.pixels import to_uint8
 
 _TAG = 1  # the halos' transfers between the same ranks have tag 0
 
@@ -25,9 +24,7 @@ def host_frames(pieces: Iterator[torch.Tensor], shard: Shard | None) -> Iterator
         yield from _send(pieces, shard)
         return
     copies = _HostCopies()
-    for piece in pieces:
-        own = to_uint8(piece.transpose(1, 2))
-        del piece
+    for own in pieces:
         with copies.stream(own):
             copies.add(_collect(own, shard))
         del own
@@ -38,8 +35,7 @@ def host_frames(pieces: Iterator[torch.Tensor], shard: Shard | None) -> Iterator
 def _send(pieces: Iterator[torch.Tensor], shard: Shard) -> Iterator[torch.Tensor]:
     """Gives nothing; it is a generator like its counterpart."""
     under_way: list[tuple[Any, torch.Tensor]] = []
-    for piece in pieces:
-        own = to_uint8(piece.transpose(1, 2))
+    for own in pieces:
         operation = dist.P2POp(dist.isend, own, shard.peer(0), shard.group, _TAG)
         for work, _ in under_way:
             work.wait()

@@ -9,17 +9,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.autoencoders.ltx2_diffusion_decoder import _patchify, _unpatchify
 
-from runner_models.ltx2.decoder.block import Context, Modulation, frame_slices
+from layers.fused.pixels import patches_to_bytes
+from layers.fused.tokens import rms_norm
+from runner_models.ltx2.decoder.block import Context
 from runner_models.ltx2.decoder.buffers import FrameBuffer
+from runner_models.ltx2.decoder.pointwise import Modulation, frame_slices
+from runner_models.ltx2.pixels import to_uint8
+from runner_models.ltx2.qkv import plain_linear
 
 
 class Upsample:
-    """The stock pixel shuffle; the clip's first frame loses its duplicate, as in the stock model."""
+    """LTX2VideoVaePixelShuffleUpsampler; the clip's first frame loses its duplicate, as there.
+
+    The rows of the weights are put in the order of the shuffled output, so that what is shuffled after the product are
+    whole tokens instead of single numbers.
+    """
 
     def __init__(self, stock: Any, cap: int) -> None:
-        self.stock, self.cap = stock, cap
+        self.stride, self.channels, self.cap = stock.stride, stock.out_channels, cap
+        proj = plain_linear(stock, "proj")
+        self.weight, self.bias = (
+            x.unflatten(0, (self.channels, -1)).transpose(0, 1).flatten(0, 1) for x in (proj.weight, proj.bias)
+        )
         self.at_start = True
 
     def push(self, frames: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -27,8 +41,18 @@ class Upsample:
         yield self._upsample(frames)
 
     def _upsample(self, frames: torch.Tensor) -> torch.Tensor:
+        batch, count, height, width, _ = frames.shape
+        t, h, w = self.stride
         at_start, self.at_start = self.at_start, False
-        return self.stock(frames, drop_leading_frame=at_start)
+        x = F.linear(frames, self.weight, self.bias).view(batch, count, height, width, t, h, w, self.channels)
+        x = x.permute(0, 1, 4, 2, 5, 3, 6, 7)
+        if at_start and t == 2:
+            whole = x.new_empty((batch, count * t - 1, height * h, width * w, self.channels))
+            later = whole[:, 1:].view(batch, count - 1, t, height, h, width, w, self.channels)
+            later.copy_(x[:, 1:])
+            whole[:, 0].view(batch, height, h, width, w, self.channels).copy_(x[:, 0, 1])
+            return whole
+        return x.reshape(batch, count * t, height * h, width * w, self.channels).contiguous()
 
 
 class Crop:
@@ -111,22 +135,32 @@ class StepEntry:
 class StepExit:
     """Hidden frames to pixels: the prediction, or the noisy pixels moved along it (reverse Euler, in fp32)."""
 
-    def __init__(self, decoder: Any, entry: StepEntry, cap: int) -> None:
-        self.decoder, self.entry, self.cap = decoder, entry, cap
+    def __init__(self, decoder: Any, entry: StepEntry, cap: int, *, as_bytes: bool = False) -> None:
+        """`as_bytes`: (B, n, H, W, 3) uint8 instead of (B, n, 3, H, W) pixels; see layers/fused/pixels.py."""
+        self.decoder, self.entry, self.cap, self.as_bytes = decoder, entry, cap, as_bytes
 
     def push(self, frames: torch.Tensor) -> Iterator[torch.Tensor]:
-        """(B, n, H, W, C) -> (B, n, 3, 4 H, 4 W) pixels."""
-        pixels = [self._pixels(x) for _, x in frame_slices(frames)]
+        """(B, n, H, W, C) -> (B, n, 3, 4 H, 4 W) pixels, or their bytes."""
+        norm, patches = self.decoder.norm_out, None
+        for index, x in frame_slices(frames):
+            part = self.decoder.conv_out(rms_norm(x, norm.weight, eps=norm.eps))
+            if patches is None:
+                patches = part.new_empty((*frames.shape[:-1], part.shape[-1]))
+            patches[:, index] = part
         del frames
-        yield torch.cat(pixels, dim=1)
+        assert patches is not None
+        if self.as_bytes and self.entry.step.only:
+            yield patches_to_bytes(patches, self.decoder.patch_size)
+            return
+        pixels = self._pixels(patches)
+        yield to_uint8(pixels.transpose(1, 2)) if self.as_bytes else pixels
 
-    def _pixels(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = self.decoder.conv_out(self.decoder.norm_out(hidden)).permute(0, 4, 1, 2, 3).contiguous()
-        predicted = _unpatchify(out, self.decoder.patch_size).transpose(1, 2)
+    def _pixels(self, patches: torch.Tensor) -> torch.Tensor:
+        predicted = _unpatchify(patches.permute(0, 4, 1, 2, 3), self.decoder.patch_size).transpose(1, 2)
         step = self.entry.step
         if step.only:
             return predicted
-        noisy = self.entry.noisy.take(hidden.shape[1])
+        noisy = self.entry.noisy.take(patches.shape[1])
         velocity, noisy_fp32 = predicted.float(), noisy.float()
         if step.predicts == "x0":
             velocity = (noisy_fp32 - velocity) / step.now

@@ -83,7 +83,7 @@ class VideoDecoder:
         progress = _Progress(bar, stages_of(self.model.config, grid), self.model.decoder.default_num_inference_steps)
         try:
             pieces = self.exact.decode(
-                latents, generator=generator, chunk_frames=chunk, shard=shard, watch=progress.watch
+                latents, generator=generator, chunk_frames=chunk, shard=shard, as_bytes=True, watch=progress.watch
             )
             yield from host_frames(pieces, shard)
         except torch.OutOfMemoryError as error:

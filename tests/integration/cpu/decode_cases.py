@@ -20,7 +20,7 @@ from layers.neighborhood_attention import neighborhood_attention_sdpa
 from layers.parallel_state import ParallelState
 from runner.distributed import start
 from runner_models import load_model
-from runner_models.ltx2.decoder import block, buffers, geometry, steps
+from runner_models.ltx2.decoder import buffers, geometry, pointwise, steps
 from runner_models.ltx2.decoder.exact import ExactDecoder
 from runner_models.ltx2.decoder.geometry import split_rows
 from runner_models.ltx2.decoder.halo import Shard
@@ -150,7 +150,7 @@ def _shared_stock(case: Case, state: ParallelState) -> torch.Tensor:
 @contextlib.contextmanager
 def fault(name: str) -> Iterator[None]:
     """Break the decode in one way."""
-    real_halo, real_rotate = geometry.halo, block.rotate
+    real_halo, real_table = geometry.halo, pointwise.rotary_table
     if name == "halo one row off":
 
         def wrong_halo(bounds: Any, rank: int, **grid: int) -> Any:
@@ -162,10 +162,10 @@ def fault(name: str) -> Iterator[None]:
     elif name in ("positions of the shard", "positions of the chunk"):
         axes = (1, 2) if name.endswith("shard") else (0,)
 
-        def wrong_rotate(rope: Any, x: torch.Tensor, starts: Any, **out: Any) -> None:
-            real_rotate(rope, x, [0 if axis in axes else start for axis, start in enumerate(starts)], **out)
+        def wrong_table(frequencies: Any, starts: Any, counts: Any) -> Any:
+            return real_table(frequencies, [0 if axis in axes else start for axis, start in enumerate(starts)], counts)
 
-        patch = mock.patch.object(block, "rotate", wrong_rotate)
+        patch = mock.patch.object(pointwise, "rotary_table", wrong_table)
     elif name == "keys of the window's middle":
         middle = property(lambda self: min(self.length, self.finished))
         patch = mock.patch.object(geometry.Window, "first_key", middle)
@@ -175,7 +175,7 @@ def fault(name: str) -> Iterator[None]:
         patch = mock.patch.object(geometry.Window, "ready", early)
     elif name == "a frame dropped at every push":
         patch = mock.patch.object(
-            steps.Upsample, "_upsample", lambda self, frames: self.stock(frames, drop_leading_frame=True)
+            steps.Upsample, "at_start", property(lambda self: True, lambda self, value: None), create=True
         )
     elif name == "context of the first frames":
         real_view = buffers.FrameBuffer.view

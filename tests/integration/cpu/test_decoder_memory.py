@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner_models.ltx2.build import build_component, component_config
-from runner_models.ltx2.decoder import block, budget
+from runner_models.ltx2.decoder import budget, pointwise
 from runner_models.ltx2.decoder.exact import ExactDecoder
 from runner_models.ltx2.decoder.steps import Canvas
 
@@ -71,8 +71,8 @@ def _peak(latents: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> i
     frames = 8 * latents - 7
     noise = torch.zeros(1, 3, frames, 96, 96)
     monkeypatch.setattr(ExactDecoder, "_canvas", lambda *_, **__: Canvas(noise, z.device))
-    monkeypatch.setitem(block.SLICE_TOKENS, "cpu", 2**11)
-    monkeypatch.setitem(block.SLICE_TOKENS, "accelerator", 2**11)
+    monkeypatch.setitem(pointwise.SLICE_TOKENS, "cpu", 2**11)
+    monkeypatch.setitem(pointwise.SLICE_TOKENS, "accelerator", 2**11)
     count = 0
     with LiveBytes() as live:
         for piece in ExactDecoder(model, attention=_no_attention).decode(z, chunk_frames=chunk):

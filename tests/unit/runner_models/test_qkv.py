@@ -99,7 +99,8 @@ def test_resident_memory() -> None:
         parameter.fill_(1)
     before = resident()
     fuse_qkv(module)
-    assert abs(resident() - before) < 2**20
+    grown = resident() - before
+    assert abs(grown) < 2**22, grown  # one weight more would be 9 times that
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_an_adapter_is_refused(name: str) -> None:
 
     module = inject_adapter_in_model(LoraConfig(r=2, target_modules=[name]), attention())
     for call in (lambda: fuse_qkv(module), lambda: project(module, inputs())):
-        with pytest.raises(ValueError, match=rf"{name} of the decoder's attention is a Linear, .* adapter is attached"):
+        with pytest.raises(ValueError, match=rf"{name} of the decoder is a Linear, .* adapter is attached"):
             call()
 
 

@@ -1,0 +1,79 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Norm, modulation, the product for Q, K, V, their head norms and the rotary embedding of one tile of tokens.
+
+The row norm is applied to the product, as in kernel_mlp.py; one block of the loop is one head.
+"""
+
+import triton
+import triton.language as tl
+
+from layers.fused.kernel_mlp import inverse_rms
+
+
+@triton.jit
+def rows_of(token, height, width, stride):
+    """Offsets of the tokens (their index over T, H, W) in a tensor with these strides of (B, T, H, W, heads)."""
+    frame, place = token // (height * width), token % (height * width)
+    row, column = place // width, place % width
+    return frame.to(tl.int64) * stride[1] + row.to(tl.int64) * stride[2] + column.to(tl.int64) * stride[3]
+
+
+@triton.jit
+def angles_of(
+    table_ptr, token, frames, height, width, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Cosine and sine (tokens, PAIRS) out of a table (2, frames + height + width, PAIRS): see rotary.rotary_table."""
+    frame, place = token // (height * width), token % (height * width)
+    pair = tl.arange(0, PAIRS)[None, :]
+    row = frames + height + (place % width)[:, None]
+    row = tl.where(pair < T_PAIRS + H_PAIRS, frames + (place // width)[:, None], row)
+    row = tl.where(pair < T_PAIRS, frame[:, None], row)
+    at = table_ptr + row * PAIRS + pair
+    return tl.load(at), tl.load(at + (frames + height + width) * PAIRS)
+
+
+@triton.jit
+def turned(x, cos, sin, M: tl.constexpr, PAIRS: tl.constexpr):
+    """Neighbouring channels of x (M, 2 * PAIRS) rotated by the angles."""
+    even, odd = tl.split(tl.reshape(x, (M, PAIRS, 2)))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (M, 2 * PAIRS))
+
+
+@triton.jit
+def qkv_kernel(
+    x_ptr, pending_ptr, w_ptr, before_ptr, after_ptr, gain_ptr, table_ptr, q_ptr, k_ptr, v_ptr,
+    frames, height, width, eps, head_eps, batch_stride, q_stride, k_stride, v_stride,
+    C: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Q (scaled), K and V of the norm of x + pending; gain_ptr holds the head norms' gains (2, HEAD_DIM)."""
+    first = tl.program_id(0) * BLOCK_M
+    batch = tl.program_id(1).to(tl.int64)
+    token = first + tl.arange(0, BLOCK_M)
+    inside = (token < frames * height * width)[:, None]
+    token = tl.minimum(token, frames * height * width - 1)
+    columns = tl.arange(0, C)
+    dtype = x_ptr.dtype.element_ty
+    at = x_ptr + batch * batch_stride + first.to(tl.int64) * C + tl.arange(0, BLOCK_M)[:, None] * C + columns[None, :]
+    x = tl.load(at, mask=inside, other=0.0)
+    factor = inverse_rms(x, pending_ptr, columns, eps, C)[:, None]
+    cos, sin = angles_of(table_ptr, token, frames, height, width, T_PAIRS, H_PAIRS, HEAD_DIM // 2)
+    channel = tl.arange(0, HEAD_DIM)
+    q_at = q_ptr + (batch * q_stride[0] + rows_of(token, height, width, q_stride))[:, None] + channel[None, :]
+    k_at = k_ptr + (batch * k_stride[0] + rows_of(token, height, width, k_stride))[:, None] + channel[None, :]
+    v_at = v_ptr + (batch * v_stride[0] + rows_of(token, height, width, v_stride))[:, None] + channel[None, :]
+    w = w_ptr + channel[None, :] * C + columns[:, None]
+    for i in tl.range(0, 3 * HEADS, num_stages=STAGES):
+        unit = i * HEAD_DIM + channel
+        y = (tl.dot(x, tl.load(w)) + tl.load(before_ptr + unit)[None, :]) * factor + tl.load(after_ptr + unit)[None, :]
+        if i < 2 * HEADS:
+            gain = tl.load(gain_ptr + (i // HEADS) * HEAD_DIM + channel)
+            y = y * tl.rsqrt(tl.sum(y * y, axis=1) / HEAD_DIM + head_eps)[:, None] * gain[None, :]
+            y = turned(y, cos, sin, BLOCK_M, HEAD_DIM // 2)
+            if i < HEADS:
+                tl.store(q_at + i * q_stride[4], y.to(dtype), mask=inside)
+            else:
+                tl.store(k_at + (i - HEADS) * k_stride[4], y.to(dtype), mask=inside)
+        else:
+            tl.store(v_at + (i - 2 * HEADS) * v_stride[4], y.to(dtype), mask=inside)
+        w += HEAD_DIM * C

@@ -1,0 +1,87 @@
+"""Where the kernels run, and with which blocks."""
+
+import contextlib
+import functools
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layers.neighborhood_attention.backend import architecture
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tokens and hidden units of a tile, warps, and stages of the loop over weights."""
+
+    mlp: tuple[int, int, int, int]
+    qkv: tuple[int, int, int]
+
+
+# mlp: tokens, hidden units, warps, stages; qkv: tokens, warps, stages (a block of its loop is one head). gfx and sm80,
+# sm100: chosen by what compiles without spills (tests/unit/layers/fused/test_fused_compile.py), not measured.
+BLOCKS = {
+    "sm90": Blocks(mlp=(128, 32, 8, 3), qkv=(128, 8, 3)),
+    "sm100": Blocks(mlp=(128, 32, 8, 2), qkv=(128, 8, 2)),
+    "sm80": Blocks(mlp=(64, 32, 8, 2), qkv=(64, 4, 2)),
+    "gfx942": Blocks(mlp=(64, 32, 8, 1), qkv=(64, 8, 1)),
+    "gfx950": Blocks(mlp=(64, 32, 4, 2), qkv=(64, 4, 2)),
+    "default": Blocks(mlp=(64, 32, 8, 2), qkv=(64, 4, 2)),
+}
+
+
+@functools.cache
+def blocks(device: torch.device) -> Blocks:
+    """Those of this device's architecture."""
+    return BLOCKS.get(architecture(device), BLOCKS["default"])
+
+
+@functools.cache
+def kernels() -> Any:
+    """The kernel modules; None, said once, where Triton is not installed."""
+    try:
+        from layers.fused import kernel_mlp, kernel_qkv, kernel_tokens
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        logger.info("fused kernels: Triton is not installed; plain torch instead")
+        return None
+    return kernel_tokens, kernel_qkv, kernel_mlp
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether a kernel takes this tensor: bf16 or fp16 on a GPU; fp32 or fp16 where Triton interprets kernels."""
+    if x.is_cuda:
+        return x.dtype in (torch.bfloat16, torch.float16) and kernels() is not None
+    return x.device.type == "cpu" and "triton" in sys.modules and interpreted() and x.dtype != torch.bfloat16
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1 before its first import)."""
+    found = kernels()
+    return found is not None and not isinstance(found[0].norm_kernel, sys.modules["triton"].JITFunction)
+
+
+def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def token_strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides of B, T, H, W and heads of (B, T, H, W, heads, head_dim); the last one must be 1."""
+    if x.stride(-1) != 1:
+        raise ValueError(f"the last stride must be 1; got strides {x.stride()}")
+    return x.stride()[:-1]
+
+
+def check_dense(name: str, x: torch.Tensor) -> int:
+    """The batch stride of tokens (B, T, H, W, C) that are contiguous within a batch entry; else ValueError."""
+    if not x[0].is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous within a batch entry; got strides {x.stride()} of {tuple(x.shape)}"
+        )
+    return x.stride(0)

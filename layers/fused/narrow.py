@@ -1,0 +1,119 @@
+"""Half a block of few channels in one kernel each: norm to Q, K, V, and norm through gated MLP to residual.
+
+A row's RMSNorm is one factor, so it commutes with the product that follows: gain, scale and shift go into the weights
+once per step (`fold_norm`), the kernels multiply the tokens as they lie in memory and apply the factor to the product.
+Tokens are (B, T, H, W, C). `pending` is what has still to be added to every token: the biases of the products that were
+added to the residual in place.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from layers.fused.heads import HeadNorms, Rotary
+from layers.fused.launch import blocks, check_dense, kernels, on_device, runs_kernels, token_strides
+
+MAX_CHANNELS = 256
+"""A tile of tokens, its residual in fp32 and the weights of a step must fit a multiprocessor."""
+
+
+@dataclass(frozen=True)
+class FoldedLinear:
+    """weight (units, C) in the tokens' dtype; before and after (units,) fp32:
+
+    linear(rms_norm(x + pending) * scale + shift) = (x @ weight.T + before) / RMS(x + pending) + after.
+    """
+
+    weight: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+def fold_norm(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gain: torch.Tensor,
+    modulation: tuple[torch.Tensor, torch.Tensor] | None,
+    pending: torch.Tensor,
+) -> FoldedLinear:
+    """weight (units, C) and bias of a linear layer behind a norm with this gain and (scale, shift), all (C,)."""
+    full = weight.float()
+    scale, shift = modulation or (torch.ones_like(gain), torch.zeros_like(gain))
+    folded = (full * (gain.float() * scale.float())).to(weight.dtype)
+    after = full @ shift.float()
+    if bias is not None:
+        after = after + bias.float()
+    return FoldedLinear(folded, folded.float() @ pending.float(), after)
+
+
+@dataclass(frozen=True)
+class PackedMlp:
+    """Weights as mlp_kernel walks through them: for every block of hidden units their gate rows, then their up rows;
+    w_down transposed, (hidden, C)."""
+
+    into: FoldedLinear
+    w_down: torch.Tensor
+    block: int
+
+
+def serves(x: torch.Tensor, *, hidden: int, head_dim: int) -> bool:
+    """Whether the kernels take blocks of tokens like x (only its last dim counts), with so many hidden units."""
+    channels, block = x.shape[-1], blocks(x.device).mlp[1]
+    return (
+        runs_kernels(x)
+        and 32 <= channels <= MAX_CHANNELS
+        and channels & (channels - 1) == 0
+        and 16 <= head_dim <= channels
+        and head_dim & (head_dim - 1) == 0
+        and hidden % block == 0
+    )
+
+
+def pack_mlp(gate: FoldedLinear, up: FoldedLinear, w_down: torch.Tensor) -> PackedMlp:
+    """gate and up (hidden, C) behind the same norm, w_down (C, hidden) of a plain linear layer."""
+    block = blocks(w_down.device).mlp[1]
+
+    def woven(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.stack((a.unflatten(0, (-1, block)), b.unflatten(0, (-1, block))), dim=1).flatten(0, 2)
+
+    into = FoldedLinear(woven(gate.weight, up.weight), woven(gate.before, up.before), woven(gate.after, up.after))
+    return PackedMlp(into, w_down.t().contiguous(), block)
+
+
+def project_heads(
+    x: torch.Tensor,
+    pending: torch.Tensor,
+    into: FoldedLinear,
+    norms: HeadNorms,
+    rotary: Rotary,
+    *,
+    eps: float,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Q, K, V of norm(x + pending), normed per head, Q scaled, Q and K rotated, into three tensors (B, T, H, W, heads,
+    head_dim) with a unit last stride. `into` has the rows of Q, then K, then V.
+    """
+    q, k, v = out
+    batch, frames, height, width, heads, head_dim = q.shape
+    block_m, warps, stages = blocks(x.device).qkv
+    with on_device(x):
+        kernels()[1].qkv_kernel[(-(-frames * height * width // block_m), batch)](
+            x, pending, into.weight, into.before, into.after, norms.gains, rotary.table, q, k, v,
+            frames, height, width, eps, norms.eps, check_dense("x", x), *(token_strides(y) for y in out),
+            C=x.shape[-1], HEADS=heads, HEAD_DIM=head_dim, T_PAIRS=rotary.split[0], H_PAIRS=rotary.split[1],
+            BLOCK_M=block_m, STAGES=stages, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+
+def gated_mlp_(x: torch.Tensor, pending: torch.Tensor, weights: PackedMlp, *, eps: float) -> torch.Tensor:
+    """x += pending + w_down(silu(gate) * up) in place, gate and up of norm(x + pending)."""
+    channels = x.shape[-1]
+    tokens = x[0].numel() // channels
+    block_m, _, warps, stages = blocks(x.device).mlp
+    with on_device(x):
+        kernels()[2].mlp_kernel[(-(-tokens // block_m), x.shape[0])](
+            x, pending, weights.into.weight, weights.into.before, weights.into.after, weights.w_down,
+            tokens, eps, check_dense("x", x), C=channels, HIDDEN=weights.w_down.shape[0], BLOCK_M=block_m,
+            BLOCK_H=weights.block, STAGES=stages, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return x
