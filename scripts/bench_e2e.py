@@ -66,6 +66,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments, rest = parser.parse_known_args(argv)
     given = {argument[2:].partition("=")[0].replace("-", "_") for argument in rest if argument.startswith("--")}
+    for name in ("profile", "dry_run", "output_directory"):
+        if name in given:
+            raise UsageError(f"--{name} has no effect on this script, which keeps --out alone; use python -m runner.")
     defaults = {"model": "LTX-2.5", "task": "i2v", "prompt": "a cat dancing at sunset", "num_iterations": "3"}
     for name, value in defaults.items():
         if name not in given and "config" not in given and "from_json" not in given:

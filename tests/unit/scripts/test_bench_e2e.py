@@ -84,6 +84,7 @@ def test_variants_that_cannot_be(spec: str, part: str) -> None:
         (["--ulysses_degree", "2"], "--ulysses_degree 2"),
         (["--variant", "ours"], "--variant is not a flag"),
         (["--device", "cuda"], "torch sees none here"),
+        (["--dry-run"], "--dry_run has no effect on this script"),
     ],
 )
 def test_bad_usage_is_one_line(
