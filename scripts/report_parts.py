@@ -92,9 +92,9 @@ def decodes(results: Results) -> Section:
     section = Section(
         "Video decode",
         [
-            f'Latents to pixels on the device. "{BASELINE}" is the baseline: the stock decoder in overlapping tiles, '
-            "with tiled SDPA in place of a neighborhood attention kernel. Relative L2 is to the stock untiled decode "
-            "of the same noise; the stock tiles draw other noise, so that theirs says nothing.",
+            f'Latents to pixels on the device, random weights. "{BASELINE}" is the baseline: the stock decoder in '
+            "overlapping tiles, with tiled SDPA in place of a neighborhood attention kernel. Relative L2 is to the "
+            "stock untiled decode of the same noise; the stock tiles draw other noise, so that theirs says nothing.",
         ],
     )
     for result in results.decodes:
@@ -216,7 +216,9 @@ def _op(row: OpRow) -> list[str | None]:
 
 def transformers(results: Results) -> Section:
     """One forward by stage."""
-    blocks: list[str | Table | Plot] = ["One forward of the transformer, device idle before and after."]
+    blocks: list[str | Table | Plot] = [
+        "One forward of the transformer with random weights, device idle before and after."
+    ]
     for source, group in by(results.transformers, lambda r: r.source).items():
         stock = {row.stage: row.time.median for row in group if row.variant == "stock"}
         rows = [_forward(row, stock.get(row.stage)) for row in group]

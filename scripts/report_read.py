@@ -112,14 +112,18 @@ def _seconds(row: dict[str, Any], runs: int = 0) -> Spread | None:
     return Spread(median, row.get("min_seconds", median), row.get("max_seconds", median), row.get("runs", runs))
 
 
-def _work(config: dict[str, Any], recipe: str) -> str:
-    steps = f"{config['num_inference_steps']} steps"
-    return f"{recipe} {config['width']}x{config['height']}x{config['num_frames']}, {steps}"
+def _work(config: dict[str, Any], recipe: str, *, random_weights: bool) -> str:
+    """What was made, and of which weights: figures of two of these are not compared."""
+    size = f"{config['width']}x{config['height']}x{config['num_frames']}"
+    tiny = "tiny " if str(config["model"]).startswith("tiny") else ""
+    weights = ", random weights" if random_weights and not tiny else ""
+    return f"{config['task']} {tiny}{recipe} {size}, {config['num_inference_steps']} steps{weights}"
 
 
 def _read_e2e(data: dict[str, Any], source: Source, into: Results) -> None:
     config = data["config"]
-    work = f"{config['task']} {_work(config, 'full' if str(config['model']).endswith('full') else 'distilled')}"
+    recipe = "full" if str(config["model"]).endswith("full") else "distilled"
+    work = _work(config, recipe, random_weights=data["random_weights"])
     for row in data["rows"]:
         files = row.get("to_file_seconds") or []
         chosen = row.get("chosen") or {}
@@ -155,7 +159,7 @@ def _read_metrics(data: dict[str, Any], source: Source, into: Results) -> None:
             source,
             ", ".join(["ours", *options]),
             int(data.get("world_size", 1)),
-            f"{config['task']} {_work(config, model['recipe'])}",
+            _work(config, model["recipe"], random_weights=model["random_weights"]),
             _seconds(summary["total"], runs),
             {
                 name: spread

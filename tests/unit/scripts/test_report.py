@@ -36,7 +36,7 @@ def _e2e(ranks: int = 1) -> dict[str, Any]:
 
     failed = {"variant": "stock", "runner": "stock", "error": "OutOfMemoryError: 80 GiB"}
     rows = [row("ours", 8.0), row("xfuser", 20.0), failed]
-    return {**SOURCE, "benchmark": "e2e", "config": config, "ranks": ranks, "rows": rows}
+    return {**SOURCE, "benchmark": "e2e", "config": config, "random_weights": False, "ranks": ranks, "rows": rows}
 
 
 def _decode() -> dict[str, Any]:
@@ -168,12 +168,12 @@ def test_a_run_of_the_runner(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     iterations[1]["mux_seconds"] = 0.5
     summary = {"stage1": _times(2.5), "total": _times(2.5), "mux": _times(0.5)}
     metrics = {**SOURCE, "config": config, "iterations": iterations, "summary": summary, "world_size": 2}
-    _, markdown, *_ = _run(tmp_path, capsys, metrics=metrics | {"model": {"recipe": "full"}})
+    _, markdown, *_ = _run(tmp_path, capsys, metrics=metrics | {"model": {"recipe": "full", "random_weights": True}})
     row = (
         "| ours, compiled | 2 ranks | 2.50 (2.25 to 3.00), 2 runs |  | 0.500 (0.450 to 0.600), 1 run after the total |"
     )
     assert f"{row} 3.0, 1.0 | method not recorded, attention not recorded | [1] |" in markdown
-    assert "**t2v full 1536x1024x121, 8 steps**" in markdown
+    assert "**t2v full 1536x1024x121, 8 steps, random weights**" in markdown
 
 
 def test_every_figure_has_its_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
