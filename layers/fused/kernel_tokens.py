@@ -35,7 +35,7 @@ def norm_kernel(
     tl.store(out_ptr + batch * out_batch + start + local, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["frames", "height", "width"])  # chunks have ever other lengths
 def heads_kernel(
     qkv_ptr, gain_ptr, table_ptr, q_ptr, k_ptr, v_ptr, frames, height, width, eps,
     qkv_batch, q_stride, k_stride, v_stride,
