@@ -4,80 +4,95 @@ Tensors (B, T, H, W, C) that are to be a slice of frames of a longer tensor are 
 around them is looked at afterwards.
 """
 
+import functools
+import math
+
 import torch
 
 from layers.fused import heads, launch, narrow, pixels, tokens
 
 
-def _poison() -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN, and bytes with 255
+def poisoned(op):
+    """torch.empty fills with NaN, and bytes with 255, while `op` runs."""
+
+    @functools.wraps(op)
+    def run(*args, **kwargs):
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
 
 
 class Place:
-    """A part of `shape` of a larger NaN-filled buffer: the whole of it, or all but three frames, rows or columns on
-    either side."""
+    """A part of `shape` of a larger buffer full of `fill`: the whole of it, or all but three frames, rows or columns on
+    either side. What an op changes in place is surrounded by numbers, for it would turn NaN into NaN."""
 
-    def __init__(self, shape, dtype, where: str) -> None:
+    def __init__(self, shape, like: torch.Tensor, where: str, fill: float = float("nan")) -> None:
+        """`like` says dtype and device."""
         dim = {"frames": 1, "rows": 2, "columns": 3}.get(where)
         whole = list(shape)
         if dim is not None:
             whole[dim] += 6
-        self.buffer = torch.full(whole, float("nan"), dtype=dtype)
+        self.fill, self.buffer = fill, like.new_full(whole, fill)
         self.part = self.buffer if dim is None else self.buffer.narrow(dim, 3, shape[dim])
 
     def taken(self) -> torch.Tensor:
-        """A copy of the part; what is around it must still be NaN."""
+        """A copy of the part; what is around it must be as it was."""
         copy = self.part.clone()
-        self.part.fill_(float("nan"))
-        assert self.buffer.isnan().all(), "written outside the output"
+        self.part.fill_(self.fill)
+        untouched = self.buffer.isnan() if math.isnan(self.fill) else self.buffer == self.fill
+        assert untouched.all(), "written outside the output"
         return copy
 
 
-def placed(x: torch.Tensor, where: str) -> Place:
-    place = Place(x.shape, x.dtype, where)
+def placed(x: torch.Tensor, where: str, fill: float = float("nan")) -> Place:
+    place = Place(x.shape, x, where, fill)
     place.part.copy_(x)
     return place
 
 
+@poisoned
 def rms_norm(x, gain, *, where="dense", **options):
-    _poison()
     return tokens.rms_norm(placed(x, where).part, gain, **options)
 
 
+@poisoned
 def add_rms_norm(x, y, gain, *, where="dense", **options):
     """The sum that is left in x, and its norm."""
-    _poison()
-    x, y = placed(x, where), placed(y, where)
-    normed = tokens.add_rms_norm_(x.part, y.part, gain, **options)
+    x = placed(x, where, 7.0)
+    normed = tokens.add_rms_norm_(x.part, y, gain, **options)
     return x.taken(), normed
 
 
+@poisoned
 def silu_mul(gate, up):
-    _poison()
     found = tokens.silu_mul_(gate, up)
     assert found is gate
     return found
 
 
+@poisoned
 def patches_to_bytes(hidden, patch):
-    _poison()
     return pixels.patches_to_bytes(hidden, patch)
 
 
+@poisoned
 def norm_rotate_heads(qkv, gains, frequencies, starts, *, eps, head_dim, where):
     """Q, K, V. `where`: K and V lie in larger buffers, or all three over qkv itself ("in place")."""
-    _poison()
     rotary = heads.rotary_table(frequencies, starts, qkv.shape[1:4])
     norms = heads.HeadNorms(gains, eps)
     shape = (*qkv.shape[:4], qkv.shape[4] // (3 * head_dim), head_dim)
     if where == "in place":
-        own = placed(qkv, "frames")
+        own = placed(qkv, "frames", 7.0)
         out = own.part.unflatten(-1, (3, *shape[4:])).unbind(-3)
         heads.norm_rotate_heads(own.part, norms, rotary, out=out)
         q, k, v = own.taken().unflatten(-1, (3, *shape[4:])).unbind(-3)
         return q, k, v
-    places = [Place(shape, qkv.dtype, w) for w in ("dense", where, where)]
+    places = [Place(shape, qkv, w) for w in ("dense", where, where)]
     heads.norm_rotate_heads(placed(qkv, "frames").part, norms, rotary, out=tuple(p.part for p in places))
     return tuple(p.taken() for p in places)
 
@@ -89,12 +104,12 @@ def with_strided_output(qkv, frequencies):
     heads.norm_rotate_heads(qkv, heads.HeadNorms(torch.ones(2, 16), 1e-6), rotary, out=out)
 
 
+@poisoned
 def project_heads(x, pending, into, gains, frequencies, starts, *, eps, head_eps, head_dim, where):
     """Q, K, V; x lies in a longer tensor, K and V in larger buffers."""
-    _poison()
     rotary = heads.rotary_table(frequencies, starts, x.shape[1:4])
     shape = (*x.shape[:4], into.weight.shape[0] // (3 * head_dim), head_dim)
-    places = [Place(shape, x.dtype, w) for w in ("dense", where, where)]
+    places = [Place(shape, x, w) for w in ("dense", where, where)]
     narrow.project_heads(
         placed(x, "frames").part, pending, into, heads.HeadNorms(gains, head_eps), rotary, eps=eps,
         out=tuple(p.part for p in places),
@@ -102,10 +117,10 @@ def project_heads(x, pending, into, gains, frequencies, starts, *, eps, head_eps
     return tuple(p.taken() for p in places)
 
 
+@poisoned
 def gated_mlp(x, pending, gate, up, w_down, *, eps):
     """x afterwards; it lies in a longer tensor."""
-    _poison()
-    place = placed(x, "frames")
+    place = placed(x, "frames", 7.0)
     found = narrow.gated_mlp_(place.part, pending, narrow.pack_mlp(gate, up, w_down), eps=eps)
     assert found is place.part
     return place.taken()

@@ -7,6 +7,7 @@ import fused_calls
 import pytest
 import torch
 from diffusers.models.autoencoders.ltx2_diffusion_decoder import LTX2VideoVaeRotaryPosEmbed3D
+from fused_cases import HEADS, error, frequencies, randn, rotated64
 
 from layers.fused import heads, reference
 from layers.fused.heads import HeadNorms, Rotary, norm_rotate_heads, rotary_table, softmax_bound
@@ -16,49 +17,8 @@ F16, F32 = torch.float16, torch.float32
 TOLERANCE = {F32: 2e-6, F16: 4e-4}
 
 
-def randn(*shape, dtype=F32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
-def frequencies(head_dim):
-    rope = LTX2VideoVaeRotaryPosEmbed3D(head_dim)
-    return [rope._inv_freqs(dim, torch.device("cpu")) for dim in rope.rope_dim_split]
-
-
-def rotated64(x, gain, frequencies, starts, *, eps):
-    """Head norm, gain and rotation in fp64: pairs of channels as complex numbers."""
-    x = x.double()
-    x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain.double()
-    angles = []
-    for axis, own in enumerate(frequencies):
-        positions = torch.arange(starts[axis], starts[axis] + x.shape[1 + axis], dtype=F32)
-        shape = [1, 1, 1, 1, 1, len(own)]
-        shape[1 + axis] = len(positions)
-        full = (*x.shape[:4], 1, len(own))
-        angles.append((positions[:, None] * own).double().reshape(shape).expand(full))  # rounded as the model does
-    turn = torch.polar(torch.ones((), dtype=torch.float64), torch.cat(angles, dim=-1))
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
-
-
-CASES = [
-    ((1, 1, 1, 1), 1, 16, "dense", (0, 0, 0)),
-    ((2, 2, 3, 5), 3, 16, "rows", (7, 3, 11)),
-    ((2, 2, 3, 5), 4, 16, "in place", (400, 0, 2)),
-    ((1, 3, 5, 7), 4, 32, "columns", (0, 96, 1)),
-    ((2, 1, 7, 5), 3, 32, "frames", (5, 0, 0)),
-    ((1, 3, 5, 7), 1, 64, "rows", (120, 1, 383)),  # 105 tokens in blocks of 64
-    ((1, 2, 3, 4), 3, 64, "in place", (1, 2, 3)),
-    ((2, 2, 3, 3), 4, 64, "columns", (0, 0, 9)),
-    ((1, 1, 2, 3), 32, 64, "rows", (1, 1, 1)),
-]
-
-
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize(("grid", "count", "head_dim", "where", "starts"), CASES, ids=str)
+@pytest.mark.parametrize(("grid", "count", "head_dim", "where", "starts"), HEADS, ids=str)
 def test_norm_rotate_heads(interpreted, grid, count, head_dim, where, starts, dtype):
     qkv = 3 * randn(*grid, 3 * count * head_dim, dtype=dtype)
     gains, own = randn(2, head_dim, seed=1), frequencies(head_dim)

@@ -4,58 +4,24 @@ import fused_calls
 import pytest
 import torch
 import torch.nn.functional as F
-from test_fused_heads import frequencies, randn, rotated64
+from fused_cases import EPS, HEAD_EPS, MLP, QKV, Half, error, frequencies, randn
 
 from layers.fused import launch, narrow
-from layers.fused.narrow import FoldedLinear, fold_norm, pack_mlp
+from layers.fused.narrow import fold_norm, pack_mlp
 
 F16, F32 = torch.float16, torch.float32
 # Relative L2 to fp64: the order of fp32 sums; fp16 rounds the hidden activations and the result.
 TOLERANCE = {F32: 3e-6, F16: 8e-4}
-EPS = 1e-3
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
-class Half:
-    """Tokens and weights, none of them trivial; the norm's gain, scale and shift already folded into the weights."""
-
-    def __init__(self, grid, channels, units, dtype, *, size=1.0):
-        self.x = (size * randn(*grid, channels).clamp(-3, 3)).to(dtype)
-        self.pending = size * randn(channels, seed=1)
-        self.gain, self.scale, self.shift = (randn(channels, seed=seed) for seed in (2, 3, 4))
-        self.norm = (self.gain, (self.scale, self.shift), self.pending)
-        self.weights = [(randn(units, channels, seed=seed) * channels**-0.5).to(dtype) for seed in (5, 6)]
-        self.bias = randn(units, seed=7).to(dtype)
-
-    def applied(self, linear: FoldedLinear):
-        """(x @ weight.T + before) / RMS + after in fp64, on the weights as they are rounded."""
-        x = self.x.double()
-        rms = ((x + self.pending.double()).square().mean(-1, keepdim=True) + EPS).sqrt()
-        return (x @ linear.weight.double().T + linear.before.double()) / rms + linear.after.double()
-
-
-HEADS = [
-    ((1, 1, 1, 1), 32, 1, 16, "dense", (0, 0, 0)),
-    ((2, 2, 3, 5), 64, 4, 16, "rows", (7, 3, 11)),
-    ((2, 2, 3, 5), 64, 3, 16, "columns", (400, 0, 2)),  # heads that are not the width of the tokens
-    ((1, 3, 5, 7), 128, 4, 32, "frames", (0, 96, 1)),
-    ((1, 3, 5, 7), 64, 1, 64, "rows", (120, 1, 383)),  # 105 tokens: blocks of 64 and 128 both have a rest
-    ((1, 2, 3, 13), 256, 4, 64, "columns", (0, 0, 9)),
-]
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize(("grid", "channels", "count", "head_dim", "where", "starts"), HEADS, ids=str)
+@pytest.mark.parametrize(("grid", "channels", "count", "head_dim", "where", "starts"), QKV, ids=str)
 def test_project_heads(interpreted, grid, channels, count, head_dim, where, starts, dtype):
     half, own = Half(grid, channels, 3 * count * head_dim, dtype), frequencies(head_dim)
     into, gains = fold_norm(half.weights[0], half.bias, *half.norm), randn(2, head_dim, seed=8)
-    q, k, v = half.applied(into).unflatten(-1, (3, count, head_dim)).unbind(-3)
-    want = [*(rotated64(x, gain, own, starts, eps=EPS) for x, gain in ((q, gains[0]), (k, gains[1]))), v]
+    want = half.heads(into, gains, own, starts, head_dim)
     got = interpreted(
-        fused_calls.project_heads, half.x, half.pending, into, gains, own, starts, eps=EPS, head_eps=EPS,
+        fused_calls.project_heads, half.x, half.pending, into, gains, own, starts, eps=EPS, head_eps=HEAD_EPS,
         head_dim=head_dim, where=where,
     )  # fmt: skip
     for name, a, b in zip("qkv", got, want, strict=True):
@@ -63,36 +29,23 @@ def test_project_heads(interpreted, grid, channels, count, head_dim, where, star
         assert error(a, b) <= TOLERANCE[dtype], name
 
 
-MLP = [
-    ((1, 1, 1, 1), 32, 32),
-    ((2, 3, 5, 7), 64, 256),
-    ((2, 1, 13, 5), 128, 96),
-    ((1, 1, 1, 64), 32, 128),
-    ((1, 2, 3, 13), 256, 1024),
-]
-
-
-def check_mlp(interpreted, half, down):
+def check_mlp(interpreted, half):
     gate, up = (fold_norm(weight, None, *half.norm) for weight in half.weights)
-    hidden = F.silu(half.applied(gate)) * half.applied(up)
-    want = half.x.double() + half.pending.double() + hidden @ down.double().T
-    got = interpreted(fused_calls.gated_mlp, half.x, half.pending, gate, up, down, eps=EPS)
+    got = interpreted(fused_calls.gated_mlp, half.x, half.pending, gate, up, half.down, eps=EPS)
     assert got.dtype == half.x.dtype
-    assert error(got, want) <= TOLERANCE[half.x.dtype]
+    assert error(got, half.mlp(gate, up)) <= TOLERANCE[half.x.dtype]
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize(("grid", "channels", "hidden"), MLP, ids=str)
 def test_gated_mlp(interpreted, grid, channels, hidden, dtype):
-    down = (2 * randn(channels, hidden, seed=9) * hidden**-0.5).to(dtype)
-    check_mlp(interpreted, Half(grid, channels, hidden, dtype), down)
+    check_mlp(interpreted, Half(grid, channels, hidden, dtype))
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(F32, 1e12), (F32, 1e-3), (F16, 1e3)], ids=str)
 def test_gated_mlp_of_large_and_small_tokens(interpreted, dtype, size):
     """The product is of tokens as they are, before they are divided by their length: 1e3 squared is beyond fp16."""
-    half = Half((1, 2, 3, 5), 64, 64, dtype, size=size)
-    check_mlp(interpreted, half, (size * randn(64, 64, seed=9)).to(dtype))
+    check_mlp(interpreted, Half((1, 2, 3, 5), 64, 64, dtype, size=size))
 
 
 @pytest.mark.parametrize("modulated", [True, False], ids=["modulated", "plain"])
@@ -113,7 +66,7 @@ def test_pending_is_taken_through_the_weights_as_they_are_rounded():
     half = Half((1, 1, 1, 1), 64, 32, torch.bfloat16)
     half.pending = -half.x.float().flatten()
     folded = fold_norm(half.weights[0], half.bias, half.gain, half.norm[1], half.pending)
-    assert error(half.applied(folded).flatten(), folded.after.double()) <= 1e-4
+    assert error(half.applied(folded).flatten(), folded.after) <= 1e-4
     want = half.weights[0].double() @ half.shift.double() + half.bias.double()
     assert error(folded.after, want) <= 1e-6, "the shift goes through the weights as they were"
 
