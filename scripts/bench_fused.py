@@ -32,8 +32,13 @@ EPS = 1e-6
 HEAD_DIM = 64
 TOLERANCE = 8e-3
 """Relative L2 of bf16 against fp32; a wrong gain or angle is at 1e-1."""
-SWEEP_MLP = ((128, 32, 8, 2), (128, 32, 8, 3), (128, 64, 8, 1), (64, 32, 4, 2), (64, 64, 4, 1), (128, 16, 8, 3))
-SWEEP_QKV = ((128, 8, 2), (128, 8, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2))
+SWEEP = (
+    Blocks((128, 32, 8, 3), (64, 4, 2), tma=True),
+    Blocks((128, 32, 8, 2), (64, 4, 1), tma=True),
+    Blocks((128, 16, 8, 3), (128, 8, 2), tma=True),
+    Blocks((64, 32, 4, 2), (128, 8, 3), tma=True),
+    Blocks((128, 32, 8, 3), (64, 4, 2)),
+)
 
 
 @dataclass
@@ -179,13 +184,11 @@ def halves(half: Half, launches: list[Blocks]) -> list[Op]:
             return relative(with_blocks(lambda: run_mlp(x)), want)
 
         products = 2.0 * half.count * half.channels**2
-        if blocks.qkv not in [b.qkv for b in launches[: launches.index(blocks)]]:
-            found.append(Op(f"norm to Q, K, V {blocks.qkv}", half.name, lambda w=with_blocks: w(project), check_project,
-                            4 * half.bytes, 3 * products))  # fmt: skip
-        if blocks.mlp not in [b.mlp for b in launches[: launches.index(blocks)]]:
-            found.append(Op(f"norm, gated MLP, residual {blocks.mlp}", half.name,
-                            lambda w=with_blocks, r=run_mlp: w(lambda: r(half.x)), check_mlp,
-                            2 * half.bytes, 12 * products))  # fmt: skip
+        found.append(Op(f"norm to Q, K, V {blocks.qkv}{' TMA' * blocks.tma}", half.name,
+                        lambda w=with_blocks: w(project), check_project, 4 * half.bytes, 3 * products))  # fmt: skip
+        found.append(Op(f"norm, gated MLP, residual {blocks.mlp}{' TMA' * blocks.tma}", half.name,
+                        lambda w=with_blocks, r=run_mlp: w(lambda: r(half.x)), check_mlp,
+                        2 * half.bytes, 12 * products))  # fmt: skip
     return found
 
 
@@ -294,7 +297,7 @@ def main() -> None:
         if channels <= narrow.MAX_CHANNELS:
             launches = [own]
             if arguments.sweep:
-                launches += [Blocks(mlp, own.qkv) for mlp in SWEEP_MLP] + [Blocks(own.mlp, qkv) for qkv in SWEEP_QKV]
+                launches += [blocks for blocks in SWEEP if blocks != own]
             result["rows"] += measure(halves(half, launches), arguments.seconds)
     with_floors(result["rows"], result["ceilings"])
     if arguments.out:

@@ -7,7 +7,7 @@ The row norm is applied to the product, as in kernel_mlp.py; one block of the lo
 import triton
 import triton.language as tl
 
-from layers.fused.kernel_mlp import inverse_rms
+from layers.fused.kernel_mlp import inverse_rms, tile_at, weights_at
 
 
 @triton.jit
@@ -39,36 +39,34 @@ def turned(x, cos, sin, M: tl.constexpr, PAIRS: tl.constexpr):
     return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (M, 2 * PAIRS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["frames", "height", "width"])  # chunks have ever other lengths
 def qkv_kernel(
-    x_ptr, pending_ptr, w_ptr, before_ptr, after_ptr, gain_ptr, table_ptr, q_ptr, k_ptr, v_ptr,
-    frames, height, width, eps, head_eps, batch_stride, q_stride, k_stride, v_stride,
+    x, pending_ptr, w, before_ptr, after_ptr, gain_ptr, table_ptr, q_ptr, k_ptr, v_ptr,
+    frames, height, width, eps, head_eps, q_stride, k_stride, v_stride,
     C: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Q (scaled), K and V of the norm of x + pending; gain_ptr holds the head norms' gains (2, HEAD_DIM)."""
     first = tl.program_id(0) * BLOCK_M
-    batch = tl.program_id(1).to(tl.int64)
+    tokens = frames * height * width
     token = first + tl.arange(0, BLOCK_M)
-    inside = (token < frames * height * width)[:, None]
-    token = tl.minimum(token, frames * height * width - 1)
-    columns = tl.arange(0, C)
-    dtype = x_ptr.dtype.element_ty
-    at = x_ptr + batch * batch_stride + first.to(tl.int64) * C + tl.arange(0, BLOCK_M)[:, None] * C + columns[None, :]
-    x = tl.load(at, mask=inside, other=0.0)
-    factor = inverse_rms(x, pending_ptr, columns, eps, C)[:, None]
+    inside = (token < tokens)[:, None]
+    token = tl.minimum(token, tokens - 1)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    tile = tile_at(x, first, tokens, BLOCK_M, C, TMA)
+    factor = inverse_rms(tile.to(tl.float32) + tl.load(pending_ptr + tl.arange(0, C))[None, :], C, eps)[:, None]
     cos, sin = angles_of(table_ptr, token, frames, height, width, T_PAIRS, H_PAIRS, HEAD_DIM // 2)
     channel = tl.arange(0, HEAD_DIM)
-    q_at = q_ptr + (batch * q_stride[0] + rows_of(token, height, width, q_stride))[:, None] + channel[None, :]
-    k_at = k_ptr + (batch * k_stride[0] + rows_of(token, height, width, k_stride))[:, None] + channel[None, :]
-    v_at = v_ptr + (batch * v_stride[0] + rows_of(token, height, width, v_stride))[:, None] + channel[None, :]
-    w = w_ptr + channel[None, :] * C + columns[:, None]
+    q_at = q_ptr + rows_of(token, height, width, q_stride)[:, None] + channel[None, :]
+    k_at = k_ptr + rows_of(token, height, width, k_stride)[:, None] + channel[None, :]
+    v_at = v_ptr + rows_of(token, height, width, v_stride)[:, None] + channel[None, :]
     for i in tl.range(0, 3 * HEADS, num_stages=STAGES):
         unit = i * HEAD_DIM + channel
-        y = (tl.dot(x, tl.load(w)) + tl.load(before_ptr + unit)[None, :]) * factor + tl.load(after_ptr + unit)[None, :]
+        y = tl.dot(tile, weights_at(w, i * HEAD_DIM, HEAD_DIM, C, TMA).T) + tl.load(before_ptr + unit)[None, :]
+        y = y * factor + tl.load(after_ptr + unit)[None, :]
         if i < 2 * HEADS:
             gain = tl.load(gain_ptr + (i // HEADS) * HEAD_DIM + channel)
-            y = y * tl.rsqrt(tl.sum(y * y, axis=1) / HEAD_DIM + head_eps)[:, None] * gain[None, :]
+            y = y * inverse_rms(y, HEAD_DIM, head_eps)[:, None] * gain[None, :]
             y = turned(y, cos, sin, BLOCK_M, HEAD_DIM // 2)
             if i < HEADS:
                 tl.store(q_at + i * q_stride[4], y.to(dtype), mask=inside)
@@ -76,4 +74,3 @@ def qkv_kernel(
                 tl.store(k_at + (i - HEADS) * k_stride[4], y.to(dtype), mask=inside)
         else:
             tl.store(v_at + (i - 2 * HEADS) * v_stride[4], y.to(dtype), mask=inside)
-        w += HEAD_DIM * C

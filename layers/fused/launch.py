@@ -16,20 +16,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens and hidden units of a tile, warps, and stages of the loop over weights."""
+    """mlp: tokens and hidden units of a tile, warps, stages of the loop over weights; qkv: tokens, warps, stages (one
+    step of its loop is one head). tma: matrices are loaded through descriptors."""
 
     mlp: tuple[int, int, int, int]
     qkv: tuple[int, int, int]
+    tma: bool = False
 
 
-# mlp: tokens, hidden units, warps, stages; qkv: tokens, warps, stages (a block of its loop is one head). gfx and sm80,
-# sm100: chosen by what compiles without spills (tests/unit/layers/fused/test_fused_compile.py), not measured.
+# gfx, sm80, sm100: what compiles without spills (tests/unit/layers/fused/test_fused_compile.py), not measured.
 BLOCKS = {
-    "sm90": Blocks(mlp=(128, 32, 8, 3), qkv=(128, 8, 3)),
-    "sm100": Blocks(mlp=(128, 32, 8, 2), qkv=(128, 8, 2)),
+    "sm90": Blocks(mlp=(128, 32, 8, 3), qkv=(64, 4, 2), tma=True),
+    "sm100": Blocks(mlp=(128, 32, 8, 2), qkv=(128, 8, 2), tma=True),
     "sm80": Blocks(mlp=(64, 32, 8, 2), qkv=(64, 4, 2)),
-    "gfx942": Blocks(mlp=(64, 32, 8, 1), qkv=(64, 8, 1)),
-    "gfx950": Blocks(mlp=(64, 32, 4, 2), qkv=(64, 4, 2)),
+    "gfx942": Blocks(mlp=(128, 32, 4, 2), qkv=(128, 8, 2)),
+    "gfx950": Blocks(mlp=(128, 32, 4, 2), qkv=(128, 8, 2)),
     "default": Blocks(mlp=(64, 32, 8, 2), qkv=(64, 4, 2)),
 }
 
@@ -85,3 +86,12 @@ def check_dense(name: str, x: torch.Tensor) -> int:
             f"{name} must be contiguous within a batch entry; got strides {x.stride()} of {tuple(x.shape)}"
         )
     return x.stride(0)
+
+
+def matrix(x: torch.Tensor, rows: int, *, tma: bool) -> Any:
+    """A (n, C) matrix as a kernel takes it, in blocks of `rows` whole rows."""
+    if not tma:
+        return x
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x, [rows, x.shape[-1]])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from layers.fused.heads import HeadNorms, Rotary
-from layers.fused.launch import blocks, check_dense, kernels, on_device, runs_kernels, token_strides
+from layers.fused.launch import blocks, check_dense, kernels, matrix, on_device, runs_kernels, token_strides
 
 MAX_CHANNELS = 256
 """A tile of tokens, its residual in fp32 and the weights of a step must fit a multiprocessor."""
@@ -53,7 +53,6 @@ class PackedMlp:
 
     into: FoldedLinear
     w_down: torch.Tensor
-    block: int
 
 
 def serves(x: torch.Tensor, *, hidden: int, head_dim: int) -> bool:
@@ -77,7 +76,7 @@ def pack_mlp(gate: FoldedLinear, up: FoldedLinear, w_down: torch.Tensor) -> Pack
         return torch.stack((a.unflatten(0, (-1, block)), b.unflatten(0, (-1, block))), dim=1).flatten(0, 2)
 
     into = FoldedLinear(woven(gate.weight, up.weight), woven(gate.before, up.before), woven(gate.after, up.after))
-    return PackedMlp(into, w_down.t().contiguous(), block)
+    return PackedMlp(into, w_down.t().contiguous())
 
 
 def project_heads(
@@ -93,27 +92,39 @@ def project_heads(
     """Q, K, V of norm(x + pending), normed per head, Q scaled, Q and K rotated, into three tensors (B, T, H, W, heads,
     head_dim) with a unit last stride. `into` has the rows of Q, then K, then V.
     """
-    q, k, v = out
-    batch, frames, height, width, heads, head_dim = q.shape
-    block_m, warps, stages = blocks(x.device).qkv
-    with on_device(x):
-        kernels()[1].qkv_kernel[(-(-frames * height * width // block_m), batch)](
-            x, pending, into.weight, into.before, into.after, norms.gains, rotary.table, q, k, v,
-            frames, height, width, eps, norms.eps, check_dense("x", x), *(token_strides(y) for y in out),
-            C=x.shape[-1], HEADS=heads, HEAD_DIM=head_dim, T_PAIRS=rotary.split[0], H_PAIRS=rotary.split[1],
-            BLOCK_M=block_m, STAGES=stages, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    chosen = blocks(x.device)
+    block_m, warps, stages = chosen.qkv
+    heads, head_dim = out[0].shape[-2:]
+    frames, height, width = x.shape[1:4]
+    w = matrix(into.weight, head_dim, tma=chosen.tma)
+    for x_b, *out_b in zip(_matrices(x), *out, strict=True):
+        with on_device(x):
+            kernels()[1].qkv_kernel[(-(-len(x_b) // block_m),)](
+                matrix(x_b, block_m, tma=chosen.tma), pending, w, into.before, into.after, norms.gains, rotary.table,
+                *out_b, frames, height, width, eps, norms.eps, *(token_strides(y[None]) for y in out_b),
+                C=x.shape[-1], HEADS=heads, HEAD_DIM=head_dim, T_PAIRS=rotary.split[0], H_PAIRS=rotary.split[1],
+                BLOCK_M=block_m, STAGES=stages, TMA=chosen.tma, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
 
 
 def gated_mlp_(x: torch.Tensor, pending: torch.Tensor, weights: PackedMlp, *, eps: float) -> torch.Tensor:
     """x += pending + w_down(silu(gate) * up) in place, gate and up of norm(x + pending)."""
+    chosen = blocks(x.device)
+    block_m, block_h, warps, stages = chosen.mlp
     channels = x.shape[-1]
-    tokens = x[0].numel() // channels
-    block_m, _, warps, stages = blocks(x.device).mlp
-    with on_device(x):
-        kernels()[2].mlp_kernel[(-(-tokens // block_m), x.shape[0])](
-            x, pending, weights.into.weight, weights.into.before, weights.into.after, weights.w_down,
-            tokens, eps, check_dense("x", x), C=channels, HIDDEN=weights.w_down.shape[0], BLOCK_M=block_m,
-            BLOCK_H=weights.block, STAGES=stages, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    into, tma = weights.into, chosen.tma
+    w_in, w_down = matrix(into.weight, 2 * block_h, tma=tma), matrix(weights.w_down, block_h, tma=tma)
+    for x_b in _matrices(x):
+        with on_device(x):
+            kernels()[2].mlp_kernel[(-(-len(x_b) // block_m),)](
+                matrix(x_b, block_m, tma=tma), pending, w_in, into.before, into.after, w_down, x_b, len(x_b), eps,
+                C=channels, HIDDEN=len(weights.w_down), BLOCK_M=block_m, BLOCK_H=block_h, STAGES=stages,
+                TMA=tma, PTX=x.is_cuda and torch.version.hip is None, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
     return x
+
+
+def _matrices(x: torch.Tensor) -> list[torch.Tensor]:
+    """(tokens, C) of each batch entry, views."""
+    check_dense("x", x)
+    return [x_b.view(-1, x.shape[-1]) for x_b in x]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders.ltx2_diffusion_decoder import _patchify, _unpatchify
+from diffusers.models.autoencoders.ltx2_diffusion_decoder import _unpatchify
 
 from layers.fused.pixels import patches_to_bytes
 from layers.fused.tokens import rms_norm
@@ -46,13 +46,20 @@ class Upsample:
         at_start, self.at_start = self.at_start, False
         x = F.linear(frames, self.weight, self.bias).view(batch, count, height, width, t, h, w, self.channels)
         x = x.permute(0, 1, 4, 2, 5, 3, 6, 7)
-        if at_start and t == 2:
-            whole = x.new_empty((batch, count * t - 1, height * h, width * w, self.channels))
-            later = whole[:, 1:].view(batch, count - 1, t, height, h, width, w, self.channels)
-            later.copy_(x[:, 1:])
-            whole[:, 0].view(batch, height, h, width, w, self.channels).copy_(x[:, 0, 1])
-            return whole
-        return x.reshape(batch, count * t, height * h, width * w, self.channels).contiguous()
+        drop = int(at_start and t == 2)
+        whole = x.new_empty((batch, count * t - drop, height * h, width * w, self.channels))
+        if drop:
+            copy_wide_(whole[:, 0].view(batch, height, h, width, w, self.channels), x[:, 0, 1])
+        copy_wide_(whole[:, drop:].view(batch, count - drop, t, height, h, width, w, self.channels), x[:, drop:])
+        return whole
+
+
+def copy_wide_(target: torch.Tensor, source: torch.Tensor) -> None:
+    """target.copy_(source), contiguous in the last dim, in pieces of 16 bytes where they divide: a strided copy goes number
+    by number, and complex128 is the largest number that there is."""
+    if target.shape[-1] * target.element_size() % 16 == 0:
+        target, source = target.view(torch.complex128), source.view(torch.complex128)
+    target.copy_(source)
 
 
 class Crop:
@@ -126,10 +133,15 @@ class StepEntry:
         yield self.embed(frames.transpose(1, 2))
 
     def embed(self, noisy_BCFHW: torch.Tensor) -> torch.Tensor:
-        """The stock patchify and projection."""
+        """The stock patchify, in one copy, and projection."""
         if not self.step.only:
             self.noisy.append(noisy_BCFHW.transpose(1, 2))
-        return self.decoder.conv_in_x_t(_patchify(noisy_BCFHW, self.decoder.patch_size).permute(0, 2, 3, 4, 1))
+        batch, colours, count, height, width = noisy_BCFHW.shape
+        patch = self.decoder.patch_size
+        rows = noisy_BCFHW.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))
+        patches = rows.new_empty((batch, count, height // patch, width // patch, colours, patch, patch))
+        patches.copy_(rows.permute(0, 2, 3, 5, 1, 6, 4))
+        return self.decoder.conv_in_x_t(patches.flatten(4))
 
 
 class StepExit:

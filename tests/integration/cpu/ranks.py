@@ -49,8 +49,12 @@ def _child(function: Callable[..., Any], rank: int, world_size: int, port: int, 
 
 def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> tuple[list[Any], Any]:
     """Start the ranks; their processes and the queue that results and tracebacks come by."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    import torch
+
+    # On a GPU machine some of these packages touch CUDA as they are imported, and CUDA does not survive a fork.
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if not torch.cuda.is_available():
+        context.set_forkserver_preload(_PRELOAD)
     port, queue = free_port(), context.Queue()
     processes = [
         context.Process(target=_child, args=(function, rank, world_size, port, queue, args), daemon=True)
