@@ -64,6 +64,8 @@ def source_of(launch):
         if isinstance(value, torch.Tensor):
             attrs[path] = [["tt.divisibility", 16]]
             return POINTERS[value.dtype]
+        if hasattr(value, "block_shape"):  # a TensorDescriptor
+            return f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
         if isinstance(value, float):
             return "fp32"
         if special and value == 1:
@@ -85,7 +87,8 @@ def facts_of(arch: str, launch) -> dict:
     """Of one launch, compiled.
 
     name, shared (bytes), registers, stack_bytes, spills (per multiplying loop; AMD: of the kernel), wide_loads (16
-    bytes), narrow_loads (1 or 2 bytes), matrix (instructions), flops_per_warp (of each multiplying loop), alias.
+    bytes), narrow_loads (2 bytes), bulk_loads (TMA; NVIDIA), wide_stores (16 bytes), narrow_stores (1 or 2 bytes),
+    matrix (instructions), flops_per_warp (of each multiplying loop), alias.
     """
     binary = compile_launch(arch, launch)
     read = _amd_facts if TARGETS[arch][0] == "hip" else _nvidia_facts
@@ -120,6 +123,9 @@ def _amd_facts(binary) -> dict:
         "registers": int(re.search(r"\.vgpr_count:\s*(\d+)", text).group(1)),
         "wide_loads": len(re.findall(r"(?:buffer|global)_load_(?:lds_)?dwordx4", text)),
         "narrow_loads": len(re.findall(r"(?:buffer|global)_load_(?:ushort|short|ubyte)", text)),
+        "bulk_loads": 0,
+        "wide_stores": len(re.findall(r"(?:buffer|global)_store_dwordx4", text)),
+        "narrow_stores": len(re.findall(r"(?:buffer|global)_store_(?:short|byte)", text)),
         "flops_per_warp": _loop_flops(loops, r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?bf16"),
         "alias": [],
     }
@@ -158,6 +164,9 @@ def _nvidia_facts(binary) -> dict:
         "registers": int(re.search(r"REG:(\d+)", resources).group(1)),
         "wide_loads": len(re.findall(r"LDG(?:STS)?\.E(?:\.\w+)*\.128", text)),
         "narrow_loads": len(re.findall(r"LDG\.E\.U16", text)),
+        "bulk_loads": len(re.findall(r"\bUTMALDG\b", text)),
+        "wide_stores": len(re.findall(r"STG\.E(?:\.\w+)*\.128", text)),
+        "narrow_stores": len(re.findall(r"STG\.E\.U(?:8|16)", text)),
         "flops_per_warp": wgmma or mma,
         "matrix": sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCMMA)\b", text))),
         "alias": [bad for loop in loops for bad in aliased_operands(loop)],
