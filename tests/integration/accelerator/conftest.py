@@ -1,4 +1,4 @@
-"""The multi-GPU tests run the same cases as the gloo ones, from the helpers in tests/integration/cpu."""
+"""The cases are those of the tests that need no GPU, from the helpers in tests/integration/cpu and beside the units."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 
-for folder in (str(ROOT / "tests/integration/cpu"), str(ROOT)):
+for folder in (str(ROOT / "tests/unit/layers/fused"), str(ROOT / "tests/integration/cpu"), str(ROOT)):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 os.environ["PYTHONPATH"] = os.pathsep.join(
