@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from roofline import ceilings, elapsed
 
 from layers.fused import heads, launch, narrow, reference, tokens
 from layers.fused.launch import Blocks
@@ -84,9 +85,8 @@ class Half:
         gains = torch.rand(2, HEAD_DIM, device="cuda") + 0.5
         self.norms = heads.HeadNorms(gains, EPS)
         frequencies = [torch.logspace(0, -3, n, device="cuda") for n in (8, 12, 12)]
-        self.rotary = heads.rotary_table(frequencies, (0, 0, 0), grid)
-        first = grid[0] - 2
-        self.tail_rotary = heads.rotary_table(frequencies, (first, 0, 0), (2, *grid[1:]))
+        self.rotary = heads.rotary_table(frequencies, grid)
+        self.tail_rotary = self.rotary.part((grid[0] - 2, 0, 0))
 
     @property
     def bytes(self) -> float:
@@ -105,10 +105,9 @@ class Half:
     def heads_of(self, qkv: torch.Tensor) -> torch.Tensor:
         """(3, ...) fp32 heads of the last two frames."""
         parts = qkv.float().unflatten(-1, (3, -1, HEAD_DIM))
-        table, split = self.tail_rotary.table, self.tail_rotary.split
-        q, k = (
-            reference.norm_and_rotate(parts[..., i, :, :], self.norms.gains[i], table, split, eps=EPS) for i in (0, 1)
-        )
+        tail = self.tail_rotary
+        table = tail.table, tail.split, tail.firsts
+        q, k = (reference.norm_and_rotate(parts[..., i, :, :], self.norms.gains[i], *table, eps=EPS) for i in (0, 1))
         return torch.stack((q, k, parts[..., 2, :, :]))
 
     def out(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -190,29 +189,6 @@ def halves(half: Half, launches: list[Blocks]) -> list[Op]:
                         lambda w=with_blocks, r=run_mlp: w(lambda: r(half.x)), check_mlp,
                         2 * half.bytes, 12 * products))  # fmt: skip
     return found
-
-
-def elapsed(run: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def ceilings() -> dict[str, float]:
-    """This card's copy rate, bytes read and written, and its rate at a large product."""
-    source = randn(2**31)
-    target = torch.empty_like(source)
-    a = randn(8192, 8192)
-    copies = [elapsed(lambda: target.copy_(source)) for _ in range(8)]
-    products = [elapsed(lambda: a @ a) for _ in range(20)]
-    return {
-        "copy_bytes_per_s": 2 * source.nbytes / statistics.median(copies[2:]),
-        "flops_per_s": 2 * 8192**3 / statistics.median(products[4:]),
-    }
 
 
 def measure(ops: list[Op], seconds: float) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from roofline import ceilings, decode_floors
 
 from runner_models.ltx2.decoder import halo
 from runner_models.ltx2.decoder.block import Block
@@ -87,6 +88,12 @@ def stage_times(bench: Any) -> None:
             pass
         found[f"chunks of {chunk}" if chunk else "whole"] = times.milliseconds()
     bench.result["milliseconds_by_stage"] = found
+    if bench.on_gpu and bench.state.sequence_degree == 1:
+        rates = bench.result["ceilings"] = ceilings()
+        bench.result["roofline"] = {
+            way: decode_floors(bench.stages, rates, measured, patch=bench.model.decoder.patch_size)
+            for way, measured in found.items()
+        }
     bench.save()
 
 
@@ -194,6 +201,12 @@ def table(result: dict[str, Any]) -> str:
         )
     for name, times in result.get("milliseconds_by_stage", {}).items():
         lines.append(f"ms, {name}: " + ", ".join(f"{stage} {spent:.0f}" for stage, spent in times.items()))
+    for way, floors in result.get("roofline", {}).items():
+        for row in floors:
+            lines.append(
+                f"roofline, {way}, {row['stage']:<21} {row['bytes'] / 1e9:>7.0f} GB {row['flops'] / 1e12:>6.1f} TFLOP  "
+                f"floor {row['floor_ms']:>7.1f} ms  took {row['measured_ms']:>7.1f}"
+            )
     for share in result.get("one_rank_of", []):
         lines.append(
             f"one rank of {share['ranks']}, transfers left out: {share['median_seconds']:.3f} s, "

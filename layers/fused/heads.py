@@ -1,12 +1,14 @@
 """Head norms, the scale of Q and the 3-D rotary embedding: one pass from the product for Q, K, V to where they go."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from layers.fused import reference
 from layers.fused.launch import kernels, on_device, runs_kernels, token_strides
+
+Size = tuple[int, int, int]
 
 _TILE = 4096  # elements of a program
 _MARGIN = 1.01  # Q and K are rounded to bf16 after the norm: each can grow by 2**-8
@@ -23,28 +25,34 @@ class HeadNorms:
 @dataclass(frozen=True)
 class Rotary:
     """Cosines and sines (2, T + H + W, head_dim / 2) fp32: a row per position of each axis, valid in the channels of
-    that axis; `split` says how many pairs of channels T, H and W have.
+    that axis. `split` says how many pairs of channels T, H and W have, `firsts` which rows the first token has.
     """
 
     table: torch.Tensor
-    split: tuple[int, int, int]
+    split: Size
+    firsts: Size
+
+    def part(self, starts: Size) -> "Rotary":
+        """Of tokens that begin at `starts` (T, H, W) of this one's."""
+        t, h, w = (a + b for a, b in zip(self.firsts, starts, strict=True))
+        return replace(self, firsts=(t, h, w))
 
 
-def rotary_table(frequencies: Sequence[torch.Tensor], starts: Sequence[int], counts: Sequence[int]) -> Rotary:
-    """Angles of a part of a grid that begins at `starts` (T, H, W) and has `counts` positions; `frequencies` of each
-    axis are fp32 (pairs,). Each angle is position times frequency in fp32, as diffusers' LTX2VideoVaeRotaryPosEmbed3D
-    computes it.
+def rotary_table(frequencies: Sequence[torch.Tensor], counts: Sequence[int]) -> Rotary:
+    """Angles of a grid of `counts` (T, H, W) positions; `frequencies` of each axis are fp32 (pairs,). Each angle is
+    position times frequency in fp32, as diffusers' LTX2VideoVaeRotaryPosEmbed3D computes it.
     """
     split = tuple(len(f) for f in frequencies)
     rows = []
-    for axis, (start, count) in enumerate(zip(starts, counts, strict=True)):
+    for axis, count in enumerate(counts):
         own = frequencies[axis]
-        positions = torch.arange(start, start + count, dtype=torch.float32, device=own.device)
         angles = own.new_zeros((count, sum(split)))
+        positions = torch.arange(count, dtype=torch.float32, device=own.device)
         angles[:, sum(split[:axis]) : sum(split[: axis + 1])] = positions[:, None] * own
         rows.append(angles)
     angles = torch.cat(rows)
-    return Rotary(torch.stack((angles.cos(), angles.sin())), (split[0], split[1], split[2]))
+    firsts = (0, counts[0], counts[0] + counts[1])
+    return Rotary(torch.stack((angles.cos(), angles.sin())), (split[0], split[1], split[2]), firsts)
 
 
 def norm_rotate_heads(
@@ -62,7 +70,12 @@ def norm_rotate_heads(
         for which, target in enumerate((q, k)):
             target.copy_(
                 reference.norm_and_rotate(
-                    parts[..., which, :, :], norms.gains[which], rotary.table, rotary.split, eps=norms.eps
+                    parts[..., which, :, :],
+                    norms.gains[which],
+                    rotary.table,
+                    rotary.split,
+                    rotary.firsts,
+                    eps=norms.eps,
                 )
             )
         v.copy_(parts[..., 2, :, :])
@@ -71,7 +84,8 @@ def norm_rotate_heads(
     block_m = max(1, _TILE // (block_heads * head_dim))
     with on_device(qkv):
         kernels()[0].heads_kernel[(-(-frames * height * width // block_m), 3 * heads // block_heads, batch)](
-            qkv, norms.gains, rotary.table, q, k, v, frames, height, width, norms.eps, qkv.stride(0),
+            qkv, norms.gains, rotary.table, rotary.table.shape[1], *rotary.firsts, q, k, v, frames, height, width,
+            norms.eps, qkv.stride(0),
             *(token_strides(x) for x in out), HEADS=heads, HEAD_DIM=head_dim, T_PAIRS=rotary.split[0],
             H_PAIRS=rotary.split[1], BLOCK_M=block_m, BLOCK_HEADS=block_heads, num_warps=4,
         )  # fmt: skip

@@ -59,7 +59,7 @@ def silu_mul(gate, up, PTX: tl.constexpr):
     return product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def mlp_kernel(
     x, pending_ptr, w_in, before_ptr, after_ptr, w_down, out_ptr, tokens, eps,
     C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,

@@ -20,16 +20,17 @@ def rows_of(token, height, width, stride):
 
 @triton.jit
 def angles_of(
-    table_ptr, token, frames, height, width, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, PAIRS: tl.constexpr
-):
-    """Cosine and sine (tokens, PAIRS) out of a table (2, frames + height + width, PAIRS): see rotary.rotary_table."""
+    table_ptr, table_rows, first_t, first_h, first_w, token, height, width,
+    T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Cosine and sine (tokens, PAIRS) out of a table (2, table_rows, PAIRS): see heads.Rotary."""
     frame, place = token // (height * width), token % (height * width)
     pair = tl.arange(0, PAIRS)[None, :]
-    row = frames + height + (place % width)[:, None]
-    row = tl.where(pair < T_PAIRS + H_PAIRS, frames + (place // width)[:, None], row)
-    row = tl.where(pair < T_PAIRS, frame[:, None], row)
+    row = first_w + (place % width)[:, None]
+    row = tl.where(pair < T_PAIRS + H_PAIRS, first_h + (place // width)[:, None], row)
+    row = tl.where(pair < T_PAIRS, first_t + frame[:, None], row)
     at = table_ptr + row * PAIRS + pair
-    return tl.load(at), tl.load(at + (frames + height + width) * PAIRS)
+    return tl.load(at), tl.load(at + table_rows * PAIRS)
 
 
 @triton.jit
@@ -39,10 +40,11 @@ def turned(x, cos, sin, M: tl.constexpr, PAIRS: tl.constexpr):
     return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (M, 2 * PAIRS))
 
 
-@triton.jit(do_not_specialize=["frames", "height", "width"])  # chunks have ever other lengths
+# Chunks have ever other lengths and places: a kernel for each would be compiled.
+@triton.jit(do_not_specialize=["table_rows", "first_t", "first_h", "first_w", "frames", "height", "width"])
 def qkv_kernel(
-    x, pending_ptr, w, before_ptr, after_ptr, gain_ptr, table_ptr, q_ptr, k_ptr, v_ptr,
-    frames, height, width, eps, head_eps, q_stride, k_stride, v_stride,
+    x, pending_ptr, w, before_ptr, after_ptr, gain_ptr, table_ptr, table_rows, first_t, first_h, first_w,
+    q_ptr, k_ptr, v_ptr, frames, height, width, eps, head_eps, q_stride, k_stride, v_stride,
     C: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +57,9 @@ def qkv_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     tile = tile_at(x, first, tokens, BLOCK_M, C, TMA)
     factor = inverse_rms(tile.to(tl.float32) + tl.load(pending_ptr + tl.arange(0, C))[None, :], C, eps)[:, None]
-    cos, sin = angles_of(table_ptr, token, frames, height, width, T_PAIRS, H_PAIRS, HEAD_DIM // 2)
+    cos, sin = angles_of(
+        table_ptr, table_rows, first_t, first_h, first_w, token, height, width, T_PAIRS, H_PAIRS, HEAD_DIM // 2
+    )
     channel = tl.arange(0, HEAD_DIM)
     q_at = q_ptr + rows_of(token, height, width, q_stride)[:, None] + channel[None, :]
     k_at = k_ptr + rows_of(token, height, width, k_stride)[:, None] + channel[None, :]

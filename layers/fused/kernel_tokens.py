@@ -35,9 +35,11 @@ def norm_kernel(
     tl.store(out_ptr + batch * out_batch + start + local, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["frames", "height", "width"])  # chunks have ever other lengths
+# Chunks have ever other lengths and places: a kernel for each would be compiled.
+@triton.jit(do_not_specialize=["table_rows", "first_t", "first_h", "first_w", "frames", "height", "width"])
 def heads_kernel(
-    qkv_ptr, gain_ptr, table_ptr, q_ptr, k_ptr, v_ptr, frames, height, width, eps,
+    qkv_ptr, gain_ptr, table_ptr, table_rows, first_t, first_h, first_w, q_ptr, k_ptr, v_ptr,
+    frames, height, width, eps,
     qkv_batch, q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_HEADS: tl.constexpr,
@@ -59,7 +61,9 @@ def heads_kernel(
         y = tl.reshape(y.to(tl.float32), (BLOCK_M * BLOCK_HEADS, HEAD_DIM))
         y = y * tl.rsqrt(tl.sum(y * y, axis=1) / HEAD_DIM + eps)[:, None]
         y = y * tl.load(gain_ptr + which * HEAD_DIM + channel)[None, :]
-        cos, sin = angles_of(table_ptr, token, frames, height, width, T_PAIRS, H_PAIRS, HEAD_DIM // 2)
+        cos, sin = angles_of(
+            table_ptr, table_rows, first_t, first_h, first_w, token, height, width, T_PAIRS, H_PAIRS, HEAD_DIM // 2
+        )
         PAIRS: tl.constexpr = HEAD_DIM // 2
         cos = tl.reshape(
             tl.broadcast_to(cos[:, None, :], (BLOCK_M, BLOCK_HEADS, PAIRS)), (BLOCK_M * BLOCK_HEADS, PAIRS)

@@ -101,7 +101,8 @@ def project_heads(
         with on_device(x):
             kernels()[1].qkv_kernel[(-(-len(x_b) // block_m),)](
                 matrix(x_b, block_m, tma=chosen.tma), pending, w, into.before, into.after, norms.gains, rotary.table,
-                *out_b, frames, height, width, eps, norms.eps, *(token_strides(y[None]) for y in out_b),
+                rotary.table.shape[1], *rotary.firsts, *out_b, frames, height, width, eps, norms.eps,
+                *(token_strides(y[None]) for y in out_b),
                 C=x.shape[-1], HEADS=heads, HEAD_DIM=head_dim, T_PAIRS=rotary.split[0], H_PAIRS=rotary.split[1],
                 BLOCK_M=block_m, STAGES=stages, TMA=chosen.tma, num_warps=warps, num_stages=stages,
             )  # fmt: skip

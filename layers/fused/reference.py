@@ -17,13 +17,15 @@ def rms_norm(
     return normed.to(x.dtype)
 
 
-def rotate_pairs(x: torch.Tensor, table: torch.Tensor, split: tuple[int, int, int]) -> torch.Tensor:
+def rotate_pairs(
+    x: torch.Tensor, table: torch.Tensor, split: tuple[int, int, int], firsts: tuple[int, int, int]
+) -> torch.Tensor:
     """Neighbouring channels of x (B, T, H, W, heads, head_dim) turned by the angles of their position; fp32.
 
-    `split` says how many pairs belong to T, H and W; `table` is rotary_table's.
+    See heads.Rotary for the others.
     """
     frames, height, width = x.shape[1:4]
-    rows = table.split((frames, height, width), dim=1)
+    rows = [table[:, first : first + n] for first, n in zip(firsts, (frames, height, width), strict=True)]
     places = (frames, 1, 1, 1, -1), (1, height, 1, 1, -1), (1, 1, width, 1, -1)
     parts, first = [], 0
     for axis, count in enumerate(split):
@@ -36,11 +38,17 @@ def rotate_pairs(x: torch.Tensor, table: torch.Tensor, split: tuple[int, int, in
 
 
 def norm_and_rotate(
-    x: torch.Tensor, gain: torch.Tensor, table: torch.Tensor, split: tuple[int, int, int], *, eps: float
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    table: torch.Tensor,
+    split: tuple[int, int, int],
+    firsts: tuple[int, int, int],
+    *,
+    eps: float,
 ) -> torch.Tensor:
     """Head norm, gain and rotation of x (B, T, H, W, heads, head_dim)."""
     normed = F.rms_norm(x.float(), (x.shape[-1],), gain.float(), eps)
-    return rotate_pairs(normed, table, split).to(x.dtype)
+    return rotate_pairs(normed, table, split, firsts).to(x.dtype)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Block(WindowNode[torch.Tensor]):
         out = (self.queries.extend(shape, frames), *self.key_values.extend(shape, frames))
         context = None if self.context is None else self.context.frames.view(start, count)
         if self._pointwise is None:
-            self._pointwise = pointwise(self.stock, self.modulation, frames)
+            self._pointwise = pointwise(self.stock, self.modulation, self.stage.grid, frames)
         first_row = self._at_axis(self.rows.own[0] if self.rows else 0)
         self._pointwise.project(frames, context, (start, *first_row[1:]), out)
         self.residual.append(frames)
@@ -94,7 +94,11 @@ class Block(WindowNode[torch.Tensor]):
         if rows is None or self.axis is None:
             return self._call(q, *self.key_values.whole(), start, 0, 0)
         (begin, end), (top, bottom) = rows.own, rows.interior
-        if top == bottom or rows.own == rows.needed:
+        # The kernels take this many rows or columns at once: the border keeps whole ones, else it fills half a tile.
+        tile = 4 if self.axis == 1 else 8
+        top = begin - (begin - top) // tile * tile
+        bottom = bottom if bottom == end else begin + (bottom - begin) // tile * tile
+        if top >= bottom or rows.own == rows.needed:
             return self._call(q, *self.key_values.whole(), start, begin, rows.needed[0])
         dim = 1 + self.axis
         parts = [self._call(q.narrow(dim, top - begin, bottom - top), *self.key_values.own(), start, top, begin)]

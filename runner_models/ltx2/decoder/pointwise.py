@@ -44,19 +44,23 @@ class Pointwise(Protocol):
         ...
 
 
-def pointwise(stock: Any, modulation: Modulation | None, like: torch.Tensor) -> Pointwise:
-    """The faster way that there is for this block, for frames like `like` (device, dtype and channels count)."""
+def pointwise(stock: Any, modulation: Modulation | None, grid: Size, like: torch.Tensor) -> Pointwise:
+    """The faster way that there is for this block, for frames like `like` (device, dtype and channels count).
+
+    `grid` (T, H, W) is the whole one, of which frames are parts.
+    """
     hidden, head_dim = stock.mlp.w_gate.out_features, stock.attn.head_dim
     if narrow.serves(like, hidden=hidden, head_dim=head_dim):
-        return FusedTokens(stock, modulation)
-    return SlicedTokens(stock, modulation)
+        return FusedTokens(stock, modulation, grid)
+    return SlicedTokens(stock, modulation, grid)
 
 
 class SlicedTokens:
     """One op after the other, in slices of frames so that what lies between them stays small."""
 
-    def __init__(self, stock: Any, modulation: Modulation | None) -> None:
-        self.stock, self.norms, self.rotary = stock, head_norms(stock.attn), RotaryCache(stock.attn.rope)
+    def __init__(self, stock: Any, modulation: Modulation | None, grid: Size) -> None:
+        self.stock, self.norms = stock, head_norms(stock.attn)
+        self.rotary = rotary_of(stock.attn, grid, stock.norm1.weight.device)
         self.w_down = plain_linear(stock.mlp, "w_down").weight
         self.norm1: dict[str, Any] = {"gain": stock.norm1.weight, "eps": stock.norm1.eps}
         self.norm2: dict[str, Any] = {"gain": stock.norm2.weight, "eps": stock.norm2.eps}
@@ -72,7 +76,7 @@ class SlicedTokens:
                 normed = rms_norm(x, **self.norm1)
             else:
                 normed = add_rms_norm_(x, self.stock.context_proj(context[:, index]), **self.norm1)
-            rotary = self.rotary((starts[0] + index.start, *starts[1:]), x)
+            rotary = self.rotary.part((starts[0] + index.start, *starts[1:]))
             q, k, v = (y[:, index] for y in out)
             norm_rotate_heads(F.linear(normed, *weights), self.norms, rotary, out=(q, k, v))
 
@@ -87,10 +91,10 @@ class SlicedTokens:
 class FusedTokens:
     """See layers/fused/narrow.py. Norms and modulation are folded into the weights here, once per decoding step."""
 
-    def __init__(self, stock: Any, modulation: Modulation | None) -> None:
+    def __init__(self, stock: Any, modulation: Modulation | None, grid: Size) -> None:
         attn, mlp = stock.attn, stock.mlp
         self.eps1, self.eps2 = stock.norm1.eps, stock.norm2.eps
-        self.norms, self.rotary = head_norms(attn), RotaryCache(attn.rope)
+        self.norms, self.rotary = head_norms(attn), rotary_of(attn, grid, stock.norm1.weight.device)
         self.to_out = plain_linear(attn, "to_out.0")
         # What the products that are added in place leave out.
         self.pending1 = torch.zeros_like(stock.norm1.weight, dtype=torch.float32)
@@ -114,7 +118,7 @@ class FusedTokens:
         """See Pointwise."""
         if context is not None and self.context_proj is not None:
             add_product_(frames, context, self.context_proj.weight)
-        rotary = self.rotary(starts, frames)
+        rotary = self.rotary.part(starts)
         narrow.project_heads(frames, self.pending1, self.into_heads, self.norms, rotary, eps=self.eps1, out=out)
 
     def finish(self, frames: torch.Tensor, attended: torch.Tensor) -> None:
@@ -152,17 +156,7 @@ def head_norms(attn: Any) -> HeadNorms:
     return HeadNorms(gains, attn.norm_q.eps)
 
 
-class RotaryCache:
-    """The stock model's own frequencies, at positions of the whole grid; keeps the last table."""
-
-    def __init__(self, rope: Any) -> None:
-        self.rope = rope
-        self._last: tuple[Any, Rotary] | None = None
-
-    def __call__(self, starts: Size, frames: torch.Tensor) -> Rotary:
-        """For frames (B, T, H, W, C) that begin at `starts` (T, H, W)."""
-        key = (starts, frames.shape[1:4], frames.device)
-        if self._last is None or self._last[0] != key:
-            frequencies = [self.rope._inv_freqs(dim, frames.device) for dim in self.rope.rope_dim_split]
-            self._last = key, rotary_table(frequencies, starts, frames.shape[1:4])
-        return self._last[1]
+def rotary_of(attn: Any, grid: Size, device: torch.device) -> Rotary:
+    """The stock model's own frequencies at every position of the whole grid."""
+    frequencies = [attn.rope._inv_freqs(dim, device) for dim in attn.rope.rope_dim_split]
+    return rotary_table(frequencies, grid)

@@ -55,8 +55,8 @@ class Upsample:
 
 
 def copy_wide_(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target.copy_(source), contiguous in the last dim, in pieces of 16 bytes where they divide: a strided copy goes number
-    by number, and complex128 is the largest number that there is."""
+    """target.copy_(source), contiguous in the last dim, in pieces of 16 bytes where they divide: a strided copy goes
+    number by number, and complex128 is the largest number that there is."""
     if target.shape[-1] * target.element_size() % 16 == 0:
         target, source = target.view(torch.complex128), source.view(torch.complex128)
     target.copy_(source)

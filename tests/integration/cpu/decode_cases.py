@@ -16,11 +16,12 @@ from diffusers import LTX2VideoDiffusionDecoderModel
 from diffusers.models.autoencoders import ltx2_diffusion_decoder
 from PIL import Image
 
+from layers.fused.heads import Rotary
 from layers.neighborhood_attention import neighborhood_attention_sdpa
 from layers.parallel_state import ParallelState
 from runner.distributed import start
 from runner_models import load_model
-from runner_models.ltx2.decoder import buffers, geometry, pointwise, steps
+from runner_models.ltx2.decoder import buffers, geometry, steps
 from runner_models.ltx2.decoder.exact import ExactDecoder
 from runner_models.ltx2.decoder.geometry import split_rows
 from runner_models.ltx2.decoder.halo import Shard
@@ -150,7 +151,7 @@ def _shared_stock(case: Case, state: ParallelState) -> torch.Tensor:
 @contextlib.contextmanager
 def fault(name: str) -> Iterator[None]:
     """Break the decode in one way."""
-    real_halo, real_table = geometry.halo, pointwise.rotary_table
+    real_halo, real_part = geometry.halo, Rotary.part
     if name == "halo one row off":
 
         def wrong_halo(bounds: Any, rank: int, **grid: int) -> Any:
@@ -162,10 +163,10 @@ def fault(name: str) -> Iterator[None]:
     elif name in ("positions of the shard", "positions of the chunk"):
         axes = (1, 2) if name.endswith("shard") else (0,)
 
-        def wrong_table(frequencies: Any, starts: Any, counts: Any) -> Any:
-            return real_table(frequencies, [0 if axis in axes else start for axis, start in enumerate(starts)], counts)
+        def wrong_part(self: Rotary, starts: Any) -> Rotary:
+            return real_part(self, tuple(0 if axis in axes else start for axis, start in enumerate(starts)))
 
-        patch = mock.patch.object(pointwise, "rotary_table", wrong_table)
+        patch = mock.patch.object(Rotary, "part", wrong_part)
     elif name == "keys of the window's middle":
         middle = property(lambda self: min(self.length, self.finished))
         patch = mock.patch.object(geometry.Window, "first_key", middle)
