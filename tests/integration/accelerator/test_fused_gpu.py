@@ -171,7 +171,7 @@ def test_batch_strides_past_2_to_the_31():
     assert error(tokens.rms_norm(x, gain, eps=EPS), norm64(x, gain, eps=EPS)) <= TOLERANCE[BF16]
     gains, own = randn(2, 64, seed=1, device=DEVICE), frequencies(64, DEVICE)
     out = tuple(torch.full((2, 1, 32, 64, 4, 64), float("nan"), dtype=BF16, device=DEVICE) for _ in range(3))
-    heads.norm_rotate_heads(x, heads.HeadNorms(gains, EPS), heads.rotary_table(own, (0, 0, 0), shape[:3]), out=out)
+    heads.norm_rotate_heads(x, heads.HeadNorms(gains, EPS), heads.rotary_table(own, shape[:3]), out=out)
     for a, b, gain in zip(out, x.unflatten(-1, (3, 4, 64)).unbind(-3), gains, strict=False):
         assert error(a, rotated64(b, gain, own, (0, 0, 0), eps=EPS)) <= TOLERANCE[BF16]
 
@@ -183,7 +183,7 @@ def test_heads_past_2_to_the_31(in_place):
     parts = qkv.unflatten(-1, (3, 4, 64)).unbind(-3)
     before = [x[TAIL].clone() for x in parts]
     out = parts if in_place else tuple(torch.full_like(parts[0], float("nan")) for _ in range(3))
-    rotary = heads.rotary_table(own, (0, 0, 0), FAR)
+    rotary = heads.rotary_table(own, FAR)
     heads.norm_rotate_heads(qkv, heads.HeadNorms(gains, EPS), rotary, out=out)
     for a, b, gain in zip(out, before, gains, strict=False):
         assert error(a[TAIL], rotated64(b, gain, own, STARTS, eps=EPS)) <= TOLERANCE[BF16]
@@ -197,7 +197,7 @@ def test_project_heads_past_2_to_the_31():
     half, gains = Half((1, 1, 1, 1), 256, 768, BF16, device=DEVICE), randn(2, 64, seed=8, device=DEVICE)
     into = fold_norm(half.weights[0], half.bias, *half.norm)
     out = tuple(torch.full((1, *FAR, 4, 64), float("nan"), dtype=BF16, device=DEVICE) for _ in range(3))
-    norms, rotary = heads.HeadNorms(gains, HEAD_EPS), heads.rotary_table(own, (0, 0, 0), FAR)
+    norms, rotary = heads.HeadNorms(gains, HEAD_EPS), heads.rotary_table(own, FAR)
     narrow.project_heads(x, half.pending, into, norms, rotary, eps=EPS, out=out)
     for a, b in zip(out, half.heads(into, gains, own, STARTS, 64, x[TAIL]), strict=True):
         assert error(a[TAIL], b) <= TOLERANCE[BF16]

@@ -86,7 +86,7 @@ def _halves(case: Case, way: str, stock):
     part = case.part()
     want = [x[part] for x in (*recording.heads, finished)]
 
-    own = WAYS[way](stock, _modulation(stock, shared) if case.diffusion else None)
+    own = WAYS[way](stock, _modulation(stock, shared) if case.diffusion else None, case.grid)
     # A chunk: some frames of a longer tensor, their rows and columns with no gaps.
     longer = torch.full((case.batch, case.counts[0] + 3, *case.counts[1:], case.channels), float("nan"))
     chunk = longer[:, 2:-1].copy_(frames[part])
@@ -114,4 +114,4 @@ def _outputs(chunk, heads):
 
 def chosen(case: Case) -> str:
     """The way that `pointwise` takes for fp32 frames."""
-    return type(pointwise.pointwise(block(case), None, torch.empty(1, case.channels))).__name__
+    return type(pointwise.pointwise(block(case), None, case.grid, torch.empty(1, case.channels))).__name__

@@ -8,6 +8,7 @@ import functools
 import math
 
 import torch
+from fused_cases import rotary
 
 from layers.fused import heads, launch, narrow, pixels, tokens
 
@@ -83,35 +84,35 @@ def patches_to_bytes(hidden, patch):
 @poisoned
 def norm_rotate_heads(qkv, gains, frequencies, starts, *, eps, head_dim, where):
     """Q, K, V. `where`: K and V lie in larger buffers, or all three over qkv itself ("in place")."""
-    rotary = heads.rotary_table(frequencies, starts, qkv.shape[1:4])
+    angles = rotary(frequencies, starts, qkv.shape[1:4])
     norms = heads.HeadNorms(gains, eps)
     shape = (*qkv.shape[:4], qkv.shape[4] // (3 * head_dim), head_dim)
     if where == "in place":
         own = placed(qkv, "frames", 7.0)
         out = own.part.unflatten(-1, (3, *shape[4:])).unbind(-3)
-        heads.norm_rotate_heads(own.part, norms, rotary, out=out)
+        heads.norm_rotate_heads(own.part, norms, angles, out=out)
         q, k, v = own.taken().unflatten(-1, (3, *shape[4:])).unbind(-3)
         return q, k, v
     places = [Place(shape, qkv, w) for w in ("dense", where, where)]
-    heads.norm_rotate_heads(placed(qkv, "frames").part, norms, rotary, out=tuple(p.part for p in places))
+    heads.norm_rotate_heads(placed(qkv, "frames").part, norms, angles, out=tuple(p.part for p in places))
     return tuple(p.taken() for p in places)
 
 
 def with_strided_output(qkv, frequencies):
-    rotary = heads.rotary_table(frequencies, (0, 0, 0), qkv.shape[1:4])
+    angles = rotary(frequencies, (0, 0, 0), qkv.shape[1:4])
     shape = (*qkv.shape[:4], 2, 16)
     out = tuple(torch.empty(*shape, 2)[..., 0] for _ in range(3))
-    heads.norm_rotate_heads(qkv, heads.HeadNorms(torch.ones(2, 16), 1e-6), rotary, out=out)
+    heads.norm_rotate_heads(qkv, heads.HeadNorms(torch.ones(2, 16), 1e-6), angles, out=out)
 
 
 @poisoned
 def project_heads(x, pending, into, gains, frequencies, starts, *, eps, head_eps, head_dim, where):
     """Q, K, V; x lies in a longer tensor, K and V in larger buffers."""
-    rotary = heads.rotary_table(frequencies, starts, x.shape[1:4])
+    angles = rotary(frequencies, starts, x.shape[1:4])
     shape = (*x.shape[:4], into.weight.shape[0] // (3 * head_dim), head_dim)
     places = [Place(shape, x, w) for w in ("dense", where, where)]
     narrow.project_heads(
-        placed(x, "frames").part, pending, into, heads.HeadNorms(gains, head_eps), rotary, eps=eps,
+        placed(x, "frames").part, pending, into, heads.HeadNorms(gains, head_eps), angles, eps=eps,
         out=tuple(p.part for p in places),
     )  # fmt: skip
     return tuple(p.taken() for p in places)
@@ -143,7 +144,7 @@ def half_of_tokens_with_gaps(which):
         narrow.gated_mlp_(gaps, pending, narrow.pack_mlp(linear, linear, torch.zeros(32, 96)), eps=1e-6)
         return
     out = torch.empty(1, 2, 3, 5, 2, 16, 2)[..., 0] if which == "strided heads" else torch.empty(1, 2, 3, 5, 2, 16)
-    rotary = heads.Rotary(torch.zeros(2, 10, 8), (2, 3, 3))
+    angles = heads.Rotary(torch.zeros(2, 10, 8), (2, 3, 3), (0, 2, 5))
     norms = heads.HeadNorms(torch.zeros(2, 16), 1e-6)
     x = x if which == "strided heads" else gaps
-    narrow.project_heads(x, pending, linear, norms, rotary, eps=1e-6, out=(out, out, out))
+    narrow.project_heads(x, pending, linear, norms, angles, eps=1e-6, out=(out, out, out))

@@ -3,6 +3,7 @@
 import torch
 from diffusers.models.autoencoders.ltx2_diffusion_decoder import LTX2VideoVaeRotaryPosEmbed3D
 
+from layers.fused.heads import rotary_table
 from layers.fused.narrow import FoldedLinear
 
 TOKENS = [
@@ -96,6 +97,12 @@ def hidden_frames(shape, patch, dtype, device="cpu"):
 def frequencies(head_dim, device="cpu"):
     rope = LTX2VideoVaeRotaryPosEmbed3D(head_dim)
     return [rope._inv_freqs(dim, torch.device(device)) for dim in rope.rope_dim_split]
+
+
+def rotary(frequencies, starts, counts):
+    """Of `counts` (T, H, W) positions from `starts` on, in a grid that is longer by one on every axis."""
+    grid = [start + count + 1 for start, count in zip(starts, counts, strict=True)]
+    return rotary_table(frequencies, grid).part(starts)
 
 
 def rotated64(x, gain, frequencies, starts, *, eps):

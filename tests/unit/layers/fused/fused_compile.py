@@ -41,7 +41,8 @@ def launches_of(arch: str, op: str, channels: int, *, blocks: Blocks | None = No
     hidden, units = 4 * channels, 3 * channels
     pending = _empty(channels, dtype=torch.float32)
     norms = heads.HeadNorms(_empty(2, HEAD_DIM, dtype=torch.float32), 1e-6)
-    rotary = heads.Rotary(_empty(2, sum(grid), HEAD_DIM // 2, dtype=torch.float32), (8, 12, 12))
+    table = _empty(2, 500, HEAD_DIM // 2, dtype=torch.float32)
+    rotary = heads.Rotary(table, (8, 12, 12), (3 * grid[0], 200, 300))
     q = _empty(1, *grid, channels // HEAD_DIM, HEAD_DIM)
     wide = _empty(1, grid[0], grid[1] + 6, *q.shape[3:])
     out = (q, wide[:, :, 3:-3], wide[:, :, 3:-3])

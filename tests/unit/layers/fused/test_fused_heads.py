@@ -7,10 +7,10 @@ import fused_calls
 import pytest
 import torch
 from diffusers.models.autoencoders.ltx2_diffusion_decoder import LTX2VideoVaeRotaryPosEmbed3D
-from fused_cases import HEADS, error, frequencies, randn, rotated64
+from fused_cases import HEADS, error, frequencies, randn, rotary, rotated64
 
 from layers.fused import heads, reference
-from layers.fused.heads import HeadNorms, Rotary, norm_rotate_heads, rotary_table, softmax_bound
+from layers.fused.heads import HeadNorms, Rotary, norm_rotate_heads, softmax_bound
 
 F16, F32 = torch.float16, torch.float32
 # Relative L2 to fp64: fp32 angles of position 400 are off by 1e-5 of a turn; or one rounding to fp16.
@@ -29,7 +29,7 @@ def test_norm_rotate_heads(interpreted, grid, count, head_dim, where, starts, dt
         assert error(a, b) <= TOLERANCE[dtype], name
     assert torch.equal(got[2], v)
     out = [torch.full_like(v, float("nan")) for _ in range(3)]
-    norm_rotate_heads(qkv, HeadNorms(gains, 1e-3), rotary_table(own, starts, grid[1:]), out=tuple(out))
+    norm_rotate_heads(qkv, HeadNorms(gains, 1e-3), rotary(own, starts, grid[1:]), out=tuple(out))
     for name, a, b in zip("qk", out, want, strict=False):
         assert error(a, b) <= TOLERANCE[dtype], f"the twin's {name}"
     assert torch.equal(out[2], v)
@@ -38,9 +38,10 @@ def test_norm_rotate_heads(interpreted, grid, count, head_dim, where, starts, dt
 def test_the_twin_in_place():
     """Q is written before K is read: each has memory of its own."""
     qkv, gains, own = randn(1, 2, 3, 4, 3 * 2 * 16), randn(2, 16, seed=1), frequencies(16)
-    rotary = rotary_table(own, (0, 0, 0), (2, 3, 4))
     parts = qkv.clone().unflatten(-1, (3, 2, 16)).unbind(-3)
-    norm_rotate_heads(qkv, HeadNorms(gains, 1e-6), rotary, out=qkv.unflatten(-1, (3, 2, 16)).unbind(-3))
+    norm_rotate_heads(
+        qkv, HeadNorms(gains, 1e-6), rotary(own, (0, 0, 0), (2, 3, 4)), out=qkv.unflatten(-1, (3, 2, 16)).unbind(-3)
+    )
     q, k, v = qkv.unflatten(-1, (3, 2, 16)).unbind(-3)
     for got, x, gain in zip((q, k), parts, gains, strict=False):
         assert error(got, rotated64(x, gain, own, (0, 0, 0), eps=1e-6)) <= TOLERANCE[F32]
@@ -70,17 +71,17 @@ def test_angles_are_those_of_diffusers(head_dim):
     own = frequencies(head_dim)
     for starts, counts in (((0, 0, 0), (9, 13, 150)), ((3, 5, 120), (4, 1, 30))):
         part = tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
-        rotary = rotary_table(own, starts, counts)
-        assert rotary.split == tuple(len(f) for f in own)
-        got = reference.rotate_pairs(whole[(slice(None), *part)], rotary.table, rotary.split)
+        angles = rotary(own, starts, counts)
+        assert angles.split == tuple(len(f) for f in own)
+        got = reference.rotate_pairs(whole[(slice(None), *part)], angles.table, angles.split, angles.firsts)
         assert torch.equal(got, want[(slice(None), *part)])
 
 
-def scores(q, k, gains, rotary):
+def scores(q, k, gains, angles):
     """bf16 heads (1, T, H, W, 1, head_dim) to fp32 scores of every q with every k."""
     count = q.shape[-1]
     q, k = (
-        reference.norm_and_rotate(x, gain, rotary.table, rotary.split, eps=1e-6).flatten(0, -2).float()
+        reference.norm_and_rotate(x, gain, angles.table, angles.split, angles.firsts, eps=1e-6).flatten(0, -2).float()
         for x, gain in ((q, gains[0] * count**-0.5), (k, gains[1]))
     )
     return q @ k.T
@@ -89,11 +90,11 @@ def scores(q, k, gains, rotary):
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_no_score_exceeds_the_bound(head_dim):
     """Random heads, and heads of few channels, at random gains; rounded to bf16 as the attention gets them."""
-    rotary = rotary_table(frequencies(head_dim), (0, 0, 0), (4, 8, 32))
+    angles = rotary(frequencies(head_dim), (0, 0, 0), (4, 8, 32))
     for seed in range(6):
         gains = randn(2, head_dim, seed=seed)
         q, k = (randn(1, 4, 8, 32, 1, head_dim, seed=seed + n) ** 5 for n in (10, 20))
-        found = scores(q.bfloat16(), k.bfloat16(), gains, rotary).abs().max().item()
+        found = scores(q.bfloat16(), k.bfloat16(), gains, angles).abs().max().item()
         bound = softmax_bound(*gains).item()
         assert 0.3 * bound < found <= bound
 
@@ -101,7 +102,7 @@ def test_no_score_exceeds_the_bound(head_dim):
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_the_bound_is_reached(head_dim):
     """By q and k of one channel each, in one pair, a quarter of a turn apart: the channels with the larger gains."""
-    rotary = Rotary(*_quarter_turns(head_dim))
+    angles = _quarter_turns(head_dim)
     for seed in range(20):
         gains = randn(2, head_dim, seed=seed)
         pairs = gains.abs().unflatten(-1, (-1, 2))
@@ -110,7 +111,7 @@ def test_the_bound_is_reached(head_dim):
         q, k = (torch.zeros(1, 4, 1, 1, 1, head_dim, dtype=torch.bfloat16) for _ in range(2))
         for x, channel in zip((q, k), channels, strict=True):
             x[..., channel] = 3
-        found = scores(q, k, gains, rotary).abs().max().item()
+        found = scores(q, k, gains, angles).abs().max().item()
         bound = softmax_bound(*gains).item()
         assert 0.98 * bound < found <= bound
 
@@ -118,7 +119,7 @@ def test_the_bound_is_reached(head_dim):
 def _quarter_turns(head_dim):
     """All pairs turn with T."""
     angles = torch.cat((torch.arange(4.0) * math.pi / 2, torch.zeros(2)))[:, None].expand(6, head_dim // 2)
-    return torch.stack((angles.cos(), angles.sin())), (head_dim // 2, 0, 0)
+    return Rotary(torch.stack((angles.cos(), angles.sin())), (head_dim // 2, 0, 0), (0, 4, 5))
 
 
 def test_the_bound_of_equal_gains_is_the_length_of_a_head():
