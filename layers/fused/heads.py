@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from layers.fused import reference
-from layers.fused.launch import kernels, on_device, runs_kernels, token_strides
+from layers.fused.launch import check_dense, kernels, on_device, runs_kernels, token_strides
 
 Size = tuple[int, int, int]
 
@@ -85,7 +85,7 @@ def norm_rotate_heads(
     with on_device(qkv):
         kernels()[0].heads_kernel[(-(-frames * height * width // block_m), 3 * heads // block_heads, batch)](
             qkv, norms.gains, rotary.table, rotary.table.shape[1], *rotary.firsts, q, k, v, frames, height, width,
-            norms.eps, qkv.stride(0),
+            norms.eps, check_dense("qkv", qkv),
             *(token_strides(x) for x in out), HEADS=heads, HEAD_DIM=head_dim, T_PAIRS=rotary.split[0],
             H_PAIRS=rotary.split[1], BLOCK_M=block_m, BLOCK_HEADS=block_heads, num_warps=4,
         )  # fmt: skip

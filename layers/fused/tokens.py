@@ -19,8 +19,10 @@ def rms_norm(
 ) -> torch.Tensor:
     """x / RMS(x) * gain over the last dim, then * scale + shift (each (B, 1, 1, 1, C)); a new tensor.
 
-    x is contiguous within a batch entry, else ValueError. Computed in fp32, rounded once.
+    x is contiguous within a batch entry, and scale and shift are given together, else ValueError. Computed in fp32,
+    rounded once.
     """
+    _check(x, x, scale, shift)
     if not runs_kernels(x):
         return reference.rms_norm(x, gain, eps=eps, scale=scale, shift=shift)
     return _norm(x, None, gain, eps=eps, scale=scale, shift=shift)
@@ -35,7 +37,8 @@ def add_rms_norm_(
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x += y in place, and rms_norm of the sum as it was stored."""
+    """x += y in place, y of the same shape, and rms_norm of the sum as it was stored. Raises as rms_norm does."""
+    _check(x, y, scale, shift)
     if not runs_kernels(x):
         x += y
         return reference.rms_norm(x, gain, eps=eps, scale=scale, shift=shift)
@@ -53,6 +56,13 @@ def silu_mul_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate
 
 
+def _check(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> None:
+    if (scale is None) != (shift is None):
+        raise ValueError("scale and shift are given together or not at all")
+    if x.shape != y.shape:
+        raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must be of one shape")
+
+
 def _norm(
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -62,8 +72,6 @@ def _norm(
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
 ) -> torch.Tensor:
-    if (scale is None) != (shift is None):
-        raise ValueError("scale and shift are given together or not at all")
     channels = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens = x[0].numel() // channels

@@ -98,10 +98,11 @@ def norm_rotate_heads(qkv, gains, frequencies, starts, *, eps, head_dim, where):
     return tuple(p.taken() for p in places)
 
 
-def with_strided_output(qkv, frequencies):
+def heads_of(qkv, frequencies, *, strided=False):
+    """Two heads of 16 of qkv as it is; `strided`: every second channel of an output is another tensor's."""
     angles = rotary(frequencies, (0, 0, 0), qkv.shape[1:4])
     shape = (*qkv.shape[:4], 2, 16)
-    out = tuple(torch.empty(*shape, 2)[..., 0] for _ in range(3))
+    out = tuple(torch.empty(*shape, 2)[..., 0] if strided else torch.empty(shape) for _ in range(3))
     heads.norm_rotate_heads(qkv, heads.HeadNorms(torch.ones(2, 16), 1e-6), angles, out=out)
 
 

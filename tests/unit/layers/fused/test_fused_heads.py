@@ -57,10 +57,13 @@ def test_large_values(interpreted, dtype, size):
     assert error(got[0], rotated64(q, gains[0], own, (0, 0, 0), eps=1e-6)) <= TOLERANCE[dtype]
 
 
-def test_outputs_with_strided_channels_are_refused(interpreted):
+def test_strided_tensors_are_refused(interpreted):
     assert interpreted(fused_calls.is_interpreted)
+    qkv, rows = randn(1, 2, 3, 5, 3 * 2 * 16), randn(1, 2, 6, 5, 3 * 2 * 16)[:, :, ::2]
     with pytest.raises(ValueError, match=r"the last stride must be 1; got strides \(.*, 2\)"):
-        interpreted(fused_calls.with_strided_output, randn(1, 2, 3, 5, 3 * 2 * 16), frequencies(16))
+        interpreted(fused_calls.heads_of, qkv, frequencies(16), strided=True)
+    with pytest.raises(ValueError, match="qkv must be contiguous within a batch entry"):
+        interpreted(fused_calls.heads_of, rows, frequencies(16))
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64])

@@ -93,6 +93,12 @@ def test_bad_input_says_what_is_allowed(interpreted):
     for run, message in (
         (lambda: interpreted(fused_calls.rms_norm, x, gain, eps=1e-6, scale=one), "given together or not at all"),
         (lambda: interpreted(fused_calls.rms_norm, x, gain, eps=1e-6, shift=one), "given together or not at all"),
+        (lambda: tokens.rms_norm(x, gain, eps=1e-6, scale=one), "given together or not at all"),
+        (
+            lambda: interpreted(fused_calls.add_rms_norm, x, x[:, :1], gain, eps=1e-6),
+            r"x \(1, 2, 3, 5, 48\) and y \(1, 1, 3, 5, 48\) must be of one shape",
+        ),
+        (lambda: tokens.add_rms_norm_(x, x[:, :1], gain, eps=1e-6), "must be of one shape"),
         (lambda: interpreted(fused_calls.rms_norm, x, gain, eps=1e-6, where="rows"), "x must be contiguous within"),
         (
             lambda: interpreted(fused_calls.add_rms_norm, x, x.clone(), gain, eps=1e-6, where="columns"),
