@@ -30,7 +30,8 @@ def poisoned(op):
 
 class Place:
     """A part of `shape` of a larger buffer full of `fill`: the whole of it, or all but three frames, rows or columns on
-    either side. What an op changes in place is surrounded by numbers, for it would turn NaN into NaN."""
+    either side, or the whole with heads before T. What an op changes in place is surrounded by numbers, for it would
+    turn NaN into NaN."""
 
     def __init__(self, shape, like: torch.Tensor, where: str, fill: float = float("nan")) -> None:
         """`like` says dtype and device."""
@@ -40,6 +41,8 @@ class Place:
             whole[dim] += 6
         self.fill, self.buffer = fill, like.new_full(whole, fill)
         self.part = self.buffer if dim is None else self.buffer.narrow(dim, 3, shape[dim])
+        if where == "heads first":
+            self.part = self.buffer.transpose(1, 4).contiguous().transpose(1, 4)
 
     def taken(self) -> torch.Tensor:
         """A copy of the part; what is around it must be as it was."""

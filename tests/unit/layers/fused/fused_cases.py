@@ -28,6 +28,7 @@ HEADS = [
     ((1, 3, 5, 7), 1, 64, "rows", (120, 1, 383)),  # 105 tokens in blocks of 64
     ((1, 2, 3, 4), 3, 64, "in place", (1, 2, 3)),
     ((2, 2, 3, 3), 4, 64, "columns", (0, 0, 9)),
+    ((1, 2, 3, 5), 2, 16, "heads first", (3, 0, 1)),
     ((1, 1, 2, 3), 32, 64, "rows", (1, 1, 1)),
 ]
 """(B, T, H, W), heads, head_dim, where K and V lie (see fused_calls.py), starts."""
@@ -38,6 +39,7 @@ QKV = [
     ((1, 3, 5, 7), 128, 4, 32, "frames", (0, 96, 1)),
     ((1, 3, 5, 7), 64, 1, 64, "rows", (120, 1, 383)),  # 105 tokens: blocks of 64 and 128 both have a rest
     ((1, 2, 3, 13), 256, 4, 64, "columns", (0, 0, 9)),
+    ((2, 2, 3, 5), 32, 2, 16, "heads first", (3, 0, 1)),
 ]
 """(B, T, H, W), channels, then as HEADS."""
 MLP = [
