@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from layers.neighborhood_attention import configs, na3d_flash_attn, neighborhood_attention_sdpa
+from layers.neighborhood_attention.race import device_milliseconds
 
 # (T, H, W, heads), kernel: shapes for which other projects published times, then the largest decoder stage.
 SHAPES = [
@@ -111,16 +112,6 @@ def dense_ceiling() -> tuple[Callable[[], torch.Tensor], float]:
     return call, 4.0 * HEAD_DIM * 2 * heads * length**2
 
 
-def timed(call: Callable[[], torch.Tensor]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1_000_000)  # half a millisecond in which the host runs ahead: its launches are not timed
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def interleaved(calls: dict[str, Callable[[], torch.Tensor]], seconds: float) -> dict[str, list[float]]:
     """Milliseconds of each call over rounds that run every call once, for about `seconds`, 3 rounds at least."""
     for call in calls.values():
@@ -131,7 +122,7 @@ def interleaved(calls: dict[str, Callable[[], torch.Tensor]], seconds: float) ->
     begin, rounds = time.monotonic(), 0
     while rounds < 3 or (time.monotonic() - begin < seconds and rounds < 50):
         for name, call in calls.items():
-            times[name].append(timed(call))
+            times[name].append(device_milliseconds(call))
         rounds += 1
     return times
 

@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from layers.neighborhood_attention import configs, na3d_flash_attn, neighborhood_attention_sdpa
 from layers.neighborhood_attention.configs import RowConfig, TileConfig
+from layers.neighborhood_attention.race import device_milliseconds
 
 # Kernel size -> (T, H, W, heads) it is timed on: the decoder's stages, and the published wide row.
 FAMILIES = {
@@ -87,15 +88,7 @@ def error_of(config: TileConfig | RowConfig, kernel: tuple[int, int, int]) -> fl
 
 
 def milliseconds(config: TileConfig | RowConfig, kernel: tuple[int, int, int], qkv: tuple[torch.Tensor, ...]) -> float:
-    times = []
-    for _ in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # half a millisecond in which the host runs ahead: its launches are not timed
-        start.record()
-        na3d_flash_attn(*qkv, kernel, config=config)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+    times = [device_milliseconds(lambda: na3d_flash_attn(*qkv, kernel, config=config)) for _ in range(9)]
     return statistics.median(times[2:])
 
 

@@ -12,6 +12,7 @@ import torch
 from layers.neighborhood_attention import configs
 from layers.neighborhood_attention.configs import RowConfig, TileConfig
 from layers.neighborhood_attention.geometry import Axis, check_inputs
+from layers.neighborhood_attention.race import faster_schedule
 
 _LOG2E = 1.4426950408889634
 _SCAN = 32  # tiles per program of the pass that looks for flagged tiles; about 10,000 programs at 79x192x192, 4 heads
@@ -75,9 +76,9 @@ def choose_config(
         if device.type == "cpu":  # the interpreter: there is nothing to time
             schedule = "tile"
         else:
-            from layers.neighborhood_attention.race import faster_schedule
-
-            schedule = faster_schedule(arch, device, kernel_size, head_dim, dtype)
+            schedule = faster_schedule(
+                arch, device, kernel_size, head_dim, dtype, attend=na3d_flash_attn, triton=triton_version()
+            )
     return arch.row(kernel_size, head_dim) if schedule == "row" else arch.tile(kernel_size, head_dim)
 
 

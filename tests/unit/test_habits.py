@@ -2,6 +2,7 @@
 
 import ast
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ def _imports(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.add(node.module or "")
+            module = node.module or ""
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return names
 
 
@@ -38,6 +40,13 @@ def test_imports_go_one_way(package: str) -> None:
     for path in _files(package):
         roots = {name.split(".")[0] for name in _imports(path)}
         assert not (roots & PROJECT) - ALLOWED[package], path
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    """Imports inside functions count."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in _files(package)}
+    TopologicalSorter({name: _imports(path) & set(modules) for name, path in modules.items()}).prepare()
 
 
 def test_layers_know_nothing_of_diffusers() -> None:

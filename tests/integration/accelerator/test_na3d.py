@@ -129,13 +129,14 @@ def test_more_than_2_to_the_31_elements():
 
 
 def test_race_picks_a_schedule_once(tmp_path, monkeypatch):
-    from layers.neighborhood_attention import race
+    from layers.neighborhood_attention import flash, race
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = (na_configs.load("default"), torch.device("cuda", 0), (3, 5, 5), 64, torch.bfloat16)
+    options = {"attend": na3d_flash_attn, "triton": flash.triton_version()}
     race.faster_schedule.cache_clear()
-    winner = race.faster_schedule(*arguments)
+    winner = race.faster_schedule(*arguments, **options)
     assert winner in ("row", "tile")
     race.faster_schedule.cache_clear()
     monkeypatch.setattr(race, "_milliseconds", lambda *_: pytest.fail("measured again despite the cache"))
-    assert race.faster_schedule(*arguments) == winner
+    assert race.faster_schedule(*arguments, **options) == winner

@@ -15,7 +15,7 @@ def measured(tmp_path, monkeypatch):
     """A list that grows by a config whenever one is timed; tile is the faster."""
     configs_timed = []
 
-    def milliseconds(config, *_):
+    def milliseconds(attend, config, *_):
         configs_timed.append(config)
         return 1.0 if isinstance(config, configs.TileConfig) else 2.0
 
@@ -26,9 +26,10 @@ def measured(tmp_path, monkeypatch):
     return configs_timed
 
 
-def run(arch="gfx942", kernel=KERNEL):
+def run(arch="gfx942", kernel=KERNEL, triton="3.6.0"):
     race.faster_schedule.cache_clear()
-    return race.faster_schedule(configs.load(arch), DEVICE, kernel, 64, torch.bfloat16)
+    options = {"attend": flash.na3d_flash_attn, "triton": triton}
+    return race.faster_schedule(configs.load(arch), DEVICE, kernel, 64, torch.bfloat16, **options)
 
 
 def test_measures_once_and_remembers(measured):
@@ -38,17 +39,18 @@ def test_measures_once_and_remembers(measured):
     assert len(measured) == 2
 
 
-def test_another_config_or_triton_is_measured_again(measured, monkeypatch):
+def test_another_config_or_triton_is_measured_again(measured):
     run()
     run(arch="sm80")
     assert len(measured) == 4
-    monkeypatch.setattr(flash, "triton_version", lambda: "3.7.0")
-    run()
+    run(triton="3.7.0")
     assert len(measured) == 6
 
 
 def test_the_winner_is_the_faster(measured, monkeypatch):
-    monkeypatch.setattr(race, "_milliseconds", lambda config, *_: 1.0 if isinstance(config, configs.RowConfig) else 2.0)
+    monkeypatch.setattr(
+        race, "_milliseconds", lambda attend, config, *_: 1.0 if isinstance(config, configs.RowConfig) else 2.0
+    )
     assert run() == "row"
 
 
