@@ -24,6 +24,7 @@ from runner.hub_access import cached_bytes, hub_access, hub_cache
 from runner.media import VideoWriter, load_image
 from runner.plan import memory_problem, memory_request
 from runner.preflight import available_bytes
+from runner.sizes import readable
 from runner_models import HUB_REPOSITORY, TINY_NAMES
 from runner_models.api import SetupError
 from runner_models.ltx2.decoder_attention import select_decoder_attention
@@ -171,7 +172,7 @@ def checkpoint(config: RunConfig) -> Answer:
             )
     free = shutil.disk_usage(_existing(place)).free
     if free < needed:
-        problems.append(f"{place} has {free / 2**30:.1f} GiB free and the weights take {needed / 2**30:.1f} GiB.")
+        problems.append(f"{place} has {readable(free)} free and the weights take {readable(needed)}.")
     disk = {"folder": str(place), "free_bytes": free, "needed_bytes": needed}
     return {**report, "source": config.model, "cached": cached, "disk": disk}, problems
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-GIB = 2**30
+from runner.sizes import readable
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -14,7 +14,7 @@ def render(report: Mapping[str, Any]) -> str:
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for device in report.get("devices", ()):
         of = device.get("architecture") or f"{device['cores']} cores"
-        memory = f"{_gib(device['free_memory_bytes'])} free of {_gib(device['memory_bytes'])}"
+        memory = f"{readable(device['free_memory_bytes'])} free of {readable(device['memory_bytes'])}"
         yield _row("device", f"{device['name']}, {of}, {memory}")
     yield _row("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number))
     missing = [name for name, number in report["versions"].items() if not number]
@@ -50,20 +50,22 @@ def _backends(backends: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _needs(report: Mapping[str, Any]) -> Iterator[str]:
     if "memory" in report:
         memory = report["memory"]
-        items = ", ".join(f"{name} {_gib(size)}" for name, size in memory["needed_bytes"].items())
-        yield _row("memory", f"a rank needs about {items}; {_gib(memory['available_bytes'])} available")
+        items = ", ".join(f"{name} {readable(size)}" for name, size in memory["needed_bytes"].items())
+        yield _row("memory", f"a rank needs about {items}; {readable(memory['available_bytes'])} available")
     if "checkpoint" in report:
         checkpoint = report["checkpoint"]
         yield _row("weights", f"{checkpoint['source']}{', in the cache' if checkpoint['cached'] else ''}")
         if "disk" in checkpoint:
             disk = checkpoint["disk"]
-            yield _row("", f"{disk['folder']}: needs {_gib(disk['needed_bytes'])}, {_gib(disk['free_bytes'])} free")
+            yield _row(
+                "", f"{disk['folder']}: needs {readable(disk['needed_bytes'])}, {readable(disk['free_bytes'])} free"
+            )
         hub = checkpoint["hub"]
         why = f" ({hub['reason']})" if hub["reason"] else ""
         token = "a token is set" if hub["token"] else "no token is set"
         yield _row("hub", f"{hub['repository']}: access {hub['access']}{why}; {token}")
     if report.get("output"):
-        yield _row("output", f"{report['output']['folder']}: {_gib(report['output']['free_bytes'])} free")
+        yield _row("output", f"{report['output']['folder']}: {readable(report['output']['free_bytes'])} free")
 
 
 def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
@@ -84,7 +86,3 @@ def _verdict(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _row(title: str, text: str) -> str:
     return f"{title:<14}{text}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.0f} MiB"

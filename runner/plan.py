@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from runner.config import RunConfig
+from runner.sizes import readable
 from runner_models.ltx2.recipes import (
     DISTILLED_SIGMAS,
     STAGE_2_SIGMAS,
@@ -13,8 +14,6 @@ from runner_models.ltx2.recipes import (
     TokenCounts,
     token_counts,
 )
-
-GIB = 2**30
 
 
 def plan(
@@ -138,9 +137,9 @@ def render(plan: Mapping[str, Any]) -> str:
     rows += [("output" if index == 0 else "", path) for index, path in enumerate(plan["outputs"])]
     memory = plan["memory_bytes"]
     if memory is not None:
-        items = ", ".join(f"{name} {_gib(size)}" for name, size in memory.items())
+        items = ", ".join(f"{name} {readable(size)}" for name, size in memory.items())
         available = plan["available_memory_bytes"]
-        rest = "" if available is None else f"; {_gib(available)} available"
+        rest = "" if available is None else f"; {readable(available)} available"
         rows.append(("memory", f"estimated per rank: {items}{rest}"))
     if plan["misfit"]:
         rows.append(("", f"does not fit here: {plan['misfit']}"))
@@ -231,7 +230,7 @@ def memory_problem(
     advice = f"what fits: {', or '.join(remedies)}." if remedies else _last_resort(config, fits)
     return (
         f"--height {config.height} --width {config.width} --num_frames {config.num_frames} needs about "
-        f"{_gib(peak())} of {config.device} memory and {_gib(available_bytes)} is available; {advice}"
+        f"{readable(peak())} of {config.device} memory and {readable(available_bytes)} is available; {advice}"
     )
 
 
@@ -278,7 +277,3 @@ def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.0f} MiB"

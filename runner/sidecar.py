@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import UsageError, user_path
+from runner.sizes import readable
 
 
 def partial_path(path: Path) -> Path:
@@ -45,7 +46,7 @@ def check_output_directory(path: str | Path, *, needed_bytes: int) -> Path:
         ) from error
     if free < needed_bytes:
         raise UsageError(
-            f"--output_directory {path} has {_size(free)} free and the results need {_size(needed_bytes)}; "
+            f"--output_directory {path} has {readable(free)} free and the results need {readable(needed_bytes)}; "
             "free some space or give a folder on another disk"
         )
     return directory
@@ -92,7 +93,3 @@ def write_json(path: Path, obj: Any) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"

@@ -28,7 +28,7 @@ def test_output_directory_refused(tmp_path: Path) -> None:
         check_output_directory(tmp_path / "file", needed_bytes=1)
     with pytest.raises(UsageError, match=r"/file/below cannot be written \(Not a directory\); give a folder"):
         check_output_directory(tmp_path / "file" / "below", needed_bytes=1)
-    with pytest.raises(UsageError, match=r"has \d+\.\d [GM]iB free and the results need 1073741824\.0 GiB"):
+    with pytest.raises(UsageError, match=r"has [\d.,]+ [GM]iB free and the results need 1,073,741,824\.0 GiB"):
         check_output_directory(tmp_path, needed_bytes=2**60)
 
 
