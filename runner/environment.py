@@ -52,12 +52,12 @@ def launch_command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit of this source tree, with "-dirty" after local changes; of a copy without .git what COMMIT_VARIABLE
-    says, None where it says nothing.
+    """What COMMIT_VARIABLE says, for a copy of the sources; else the commit of this source tree, with "-dirty" after
+    local changes. None where neither is known.
     """
     root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return os.environ.get(COMMIT_VARIABLE)
+    if COMMIT_VARIABLE in os.environ or not (root / ".git").exists():
+        return os.environ.get(COMMIT_VARIABLE) or None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -169,6 +169,8 @@ def roofline(results: Results) -> Section:
                 for row in stages
             ]
             section.blocks.append(Table(headers, rows, [result.source], title=f"{result.work} {way}".strip()))
+            if way != next(iter(result.roofline)):
+                continue  # a plot of the first way; the others differ little
             groups = {"floor": [row.floor_ms for row in stages], "measured": [row.measured_ms or 0.0 for row in stages]}
             figure = grouped([row.stage for row in stages], groups, unit="milliseconds", title="Floor and measured")
             section.blocks.append(plot_of("report_roofline", figure, "Floor and measured time by stage", result.source))

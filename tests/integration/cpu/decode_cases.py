@@ -211,6 +211,14 @@ def seam(difference_FHWC: torch.Tensor, column: int) -> float:
     return float(columns[distance < 32].mean() / (columns[distance > 100].mean() + 1e-6))
 
 
+def frame_seam(difference_BCFHW: torch.Tensor, borders: list[int]) -> float:
+    """How much larger the mean difference of the frames on both sides of a border is than that of all others."""
+    frames = difference_BCFHW.abs().mean(dim=(0, 1, 3, 4))
+    near = torch.zeros_like(frames, dtype=torch.bool)
+    near[[frame for border in borders for frame in (border - 1, border)]] = True
+    return float(frames[near].mean() / frames[~near].mean())
+
+
 def check_video() -> dict[str, Any]:
     """On every rank: bytes out of VideoDecoder, exact in chunks and tiled, against one process; the seams of both."""
     report: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from decode_cases import (
     check_video,
     deviation,
     fault,
+    frame_seam,
     latents_of,
     ours,
     stock,
@@ -50,8 +51,15 @@ def test_one_push_is_the_stock_decode(wanted: torch.Tensor) -> None:
     assert deviation(ours(Case()), wanted) <= 1e-6
 
 
-def test_chunks(wanted: torch.Tensor) -> None:
-    assert deviation(ours(Case(chunk=8)), wanted) <= TOLERANCE
+def test_chunks_without_a_seam(wanted: torch.Tensor) -> None:
+    """Neither is any frame off, nor are those at a border of two pieces further off than the others."""
+    got = ours(Case(chunk=8))
+    assert deviation(got, wanted) <= TOLERANCE
+    borders = [6, 14]  # pieces of 6, 8 and 3 frames, as in test_bytes_on_the_saving_rank_and_no_seam
+    assert frame_seam(got - wanted, borders) < 3
+    marked = got.clone()
+    marked[:, :, 6] += 1e-3 * wanted.std()
+    assert frame_seam(marked - wanted, borders) > 10, "it would see a seam of a thousandth"
 
 
 SEEN = ("positions of the chunk", "context of the first frames", "a frame dropped at every push")

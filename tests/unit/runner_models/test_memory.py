@@ -18,7 +18,7 @@ def _peak(model: str, **changes: object) -> float:
 
 
 # Peaks of the allocator on an H200, torch 2.11, GiB: weights and the stock untiled decode, 1536x1024x121. Benchmarks of
-# whole requests from before the exact decode: benchmarks/request_h200_*.json.
+# whole requests from before the exact decode: benchmarks/earlier/.
 WEIGHTS, STOCK_DECODE = 66.3, 64.6
 
 
