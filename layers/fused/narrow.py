@@ -121,6 +121,7 @@ def gated_mlp_(x: torch.Tensor, pending: torch.Tensor, weights: PackedMlp, *, ep
                 matrix(x_b, block_m, tma=tma), pending, w_in, into.before, into.after, w_down, x_b, len(x_b), eps,
                 C=channels, HIDDEN=len(weights.w_down), BLOCK_M=block_m, BLOCK_H=block_h, STAGES=stages,
                 TMA=tma, PTX=x.is_cuda and torch.version.hip is None, num_warps=warps, num_stages=stages,
+                **({"matrix_instr_nonkdim": chosen.mfma} if chosen.mfma else {}),
             )  # fmt: skip
     return x
 
