@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Blocks:
     """mlp: tokens and hidden units of a tile, warps, stages of the loop over weights; qkv: tokens, warps, stages (one
-    step of its loop is one head). tma: matrices are loaded through descriptors. mfma: edge of the AMD matrix instruction
-    (matrix_instr_nonkdim) of the mlp, 0 leaves it to the compiler."""
+    step of its loop is one head). tma: matrices are loaded through descriptors. mfma: edge of AMD's matrix instruction
+    in the mlp (matrix_instr_nonkdim), 0 leaves it to the compiler."""
 
     mlp: tuple[int, int, int, int]
     qkv: tuple[int, int, int]
@@ -26,9 +26,9 @@ class Blocks:
     mfma: int = 0
 
 
-# gfx, sm80, sm100: what compiles without spills (tests/unit/layers/fused/test_fused_compile.py), not measured. gfx: with
-# the 16-wide matrix instruction 8 warps share an mlp tile without repeating each other's products and leave room for a
-# second wave on each SIMD, which works on activations while the first multiplies; 32-wide there is room for one.
+# gfx, sm80, sm100: what compiles without spills (tests/unit/layers/fused/test_fused_compile.py), not measured. On gfx
+# the 16-wide matrix instruction lets 8 warps share an mlp tile without repeating each other's products and leaves room
+# for a second wave on each SIMD, which works on activations while the first multiplies; 32-wide there is room for one.
 BLOCKS = {
     "sm90": Blocks(mlp=(128, 32, 8, 3), qkv=(64, 4, 2), tma=True),
     "sm100": Blocks(mlp=(128, 32, 8, 2), qkv=(128, 8, 2), tma=True),
