@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: attention and sequence parallelism, with no dependency on diffusers."""
+"""Tensors in, tensors out: attention, sequence parallelism and fused ops, with no dependency on diffusers."""

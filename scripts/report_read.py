@@ -96,7 +96,7 @@ def _source(file: str, data: dict[str, Any], number: int) -> Source:
         file,
         str(data["device"]),
         tuple((name, str(value)) for name, value in versions.items() if value is not None),
-        # "python -m runner" was once recorded as a single word
+        # the metrics.json of some runs have "python -m runner" as a single word
         " ".join(word if " -m " in word else shlex.quote(word) for word in command)
         if isinstance(command, list)
         else str(command),

@@ -2,7 +2,7 @@
 
 The three weights become views of one block of memory, Q then K then V, so that the block is a strided view of the
 first: nothing is kept beside the module's own parameters. Saving and load_state_dict work on the views as on any
-parameter. `.to`, deepcopy, assign=True and offloading give each weight its own memory again, which `project` sees.
+parameter. `.to`, deepcopy, assign=True and offloading give each weight its own memory again: `joint_weights` sees it.
 """
 
 import functools
