@@ -309,8 +309,3 @@ def test_the_xfuser_adapter_gives_it_the_weights_in_memory(parts: Parts, monkeyp
     assert made.bytes().unique().tolist() == [128]
     assert peer.latents() == "latents"
     assert clock.seconds["video_decode"] >= 0.03 > clock.seconds["audio_decode"]
-
-
-def test_xfuser_is_not_imported_with_the_script() -> None:
-
-    assert "xfuser" not in sys.modules
