@@ -93,6 +93,10 @@ def variants_of(kernel: tuple[int, int, int]) -> dict[str, Callable[..., torch.T
         from natten.functional import na3d
 
         found["natten"] = lambda q, k, v: na3d(*(x.contiguous() for x in (q, k, v)), kernel_size=kernel, scale=1.0)
+    if importlib.util.find_spec("comfy_kitchen"):  # takes any strides; which of its kernels runs is its own choice
+        from comfy_kitchen import na3d as comfy_na3d
+
+        found["comfy-kitchen"] = lambda q, k, v: comfy_na3d(q, k, v, list(kernel), scale=1.0)
     if importlib.util.find_spec("aiter"):
         from aiter.ops.triton.attention.na3d_flash import na3d_flash_attn as aiter_na3d
 
