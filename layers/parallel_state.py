@@ -8,7 +8,6 @@ A sequence of L tokens is split into equal shards of ceil(L / parts), padded at 
 sequence-parallel rank i. Only the last shards hold padding, and some may hold nothing else.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,26 +187,3 @@ class ParallelState:
                 dist.all_gather_object(received, values, group=group)
                 values = [item for part in received for item in part]
         return values
-
-    def broadcast(self, tensors: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Give every rank of the replica the tensors of its leader, on `device`; the other ranks pass None.
-
-        Shapes and dtypes travel with them. Collective over the sequence group.
-        """
-        if self.sequence_degree == 1:
-            assert tensors is not None
-            return list(tensors)
-        source = self.rank - self.sequence_rank
-        header: list[list[tuple[torch.Size, torch.dtype]] | None] = [None]
-        if self.is_replica_leader:
-            assert tensors is not None
-            header[0] = [(t.shape, t.dtype) for t in tensors]
-        dist.broadcast_object_list(header, src=source, group=self.sequence_group, device=torch.device("cpu"))
-        assert header[0] is not None
-        if tensors is None:
-            received = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in header[0]]
-        else:
-            received = [t.to(self.device).contiguous() for t in tensors]
-        for tensor in received:
-            dist.broadcast(tensor, src=source, group=self.sequence_group)
-        return received

@@ -145,7 +145,12 @@ def check_cases(cases: list[Case], faults: list[tuple[str, Case]]) -> dict[str, 
 
 def _shared_stock(case: Case, state: ParallelState) -> torch.Tensor:
     """Computed by one rank for all."""
-    return state.broadcast([stock(case)] if state.is_replica_leader else None)[0]
+    if state.sequence_degree == 1:
+        return stock(case)
+    shared = [stock(case) if state.is_replica_leader else None]
+    dist.broadcast_object_list(shared, src=state.rank - state.sequence_rank, group=state.sequence_group)
+    assert shared[0] is not None
+    return shared[0]
 
 
 @contextlib.contextmanager

@@ -98,11 +98,11 @@ def run_in_peace() -> dict[str, object]:
         if rank == 0:
             time.sleep(3)
         session.barrier("decode")
-        tensors = [torch.full((2, 3), float(rank)), torch.arange(3, dtype=torch.bfloat16) + rank]
-        got = state.broadcast(tensors if state.is_replica_leader else None)
+        filled = torch.full((2, 3), float(rank))
+        dist.broadcast(filled, src=rank - state.sequence_rank, group=state.sequence_group)
         replicas = torch.tensor([float(rank)])
         dist.all_reduce(replicas, group=state.data_parallel_group)
-        report = [agreed, second, got[0].tolist(), got[1].tolist(), got[1].dtype == torch.bfloat16, replicas.item()]
+        report = [agreed, second, filled.tolist(), replicas.item()]
         everyone: list[object] = [None] * 4
         dist.all_gather_object(everyone, report)
     return {"reports": everyone, "group_is_down": not dist.is_initialized()}

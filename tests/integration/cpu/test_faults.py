@@ -99,13 +99,11 @@ def test_groups_honour_the_timeout(case: str, tmp_path: Path) -> None:
 def test_waiting_has_no_time_limit_and_broadcasts_arrive() -> None:
     found = run_ranks(run_in_peace, 4)
     assert found["group_is_down"]
-    for rank, (agreed, second, filled, counted, kept_dtype, replicas) in enumerate(found["reports"]):
+    for rank, (agreed, second, filled, replicas) in enumerate(found["reports"]):
         leader = 2 * (rank // 2)
         assert agreed == {"seed": 7}
         assert second == "next"
         assert filled == [[float(leader)] * 3] * 2
-        assert counted == [leader, leader + 1, leader + 2]
-        assert kept_dtype
         assert replicas == {0: 2.0, 1: 4.0}[rank % 2]
 
 
