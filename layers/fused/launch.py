@@ -13,6 +13,8 @@ from layers.neighborhood_attention.backend import architecture
 
 logger = logging.getLogger(__name__)
 
+_OLDEST = 80  # bf16 on tensor cores
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -61,8 +63,18 @@ def kernels() -> Any:
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether a kernel takes this tensor: bf16 or fp16 on a GPU; fp32 or fp16 where Triton interprets kernels."""
     if x.is_cuda:
-        return x.dtype in (torch.bfloat16, torch.float16) and kernels() is not None
+        return x.dtype in (torch.bfloat16, torch.float16) and kernels() is not None and served(architecture(x.device))
     return x.device.type == "cpu" and "triton" in sys.modules and interpreted() and x.dtype != torch.bfloat16
+
+
+@functools.cache
+def served(arch: str) -> bool:
+    """Whether the kernels are for this architecture: NVIDIA from sm80 on, and those in BLOCKS. Said once if not."""
+    number = arch.removeprefix("sm")
+    found = arch in BLOCKS or (number != arch and number.isdigit() and int(number) >= _OLDEST)
+    if not found:
+        logger.info("fused kernels: not for %s; plain torch instead", arch)
+    return found
 
 
 def interpreted() -> bool:

@@ -7,6 +7,7 @@ import pytest
 import triton_compile
 
 from layers import fused
+from layers.fused import launch
 from layers.fused.launch import BLOCKS, Blocks
 
 ARCHS = [arch for arch in BLOCKS if arch != "default"]
@@ -102,3 +103,13 @@ def test_another_chunk_does_not_compile_again(compiling, op):
 def test_nothing_is_tuned_at_run_time():
     for file in Path(fused.__file__).parent.glob("*.py"):
         assert "autotune" not in file.read_text(), file
+
+
+def test_for_which_architectures(caplog):
+    launch.served.cache_clear()
+    assert all(launch.served(arch) for arch in (*ARCHS, "sm86", "sm120"))
+    assert not caplog.messages
+    with caplog.at_level("INFO"):
+        assert not any(launch.served(arch) for arch in ("sm75", "gfx90a", "gfx1100", "cpu", "sm"))
+    assert "fused kernels: not for gfx90a; plain torch instead" in caplog.messages
+    launch.served.cache_clear()
