@@ -65,7 +65,7 @@ def make_inputs(model: Any, counts: TokenCounts, *, prompt_tokens: int, device: 
     }
 
 
-def median_ms(calls: dict[str, Callable[[], Any]], *, rounds: int, device: torch.device) -> dict[str, list[float]]:
+def interleaved(calls: dict[str, Callable[[], Any]], *, rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of every call, all variants in turn in each round, device idle before and after."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -124,7 +124,7 @@ def bench(arguments: argparse.Namespace, state: ParallelState) -> dict[str, Any]
                     f"stage {stage}, {name}: relative L2 {errors[name]:.1e} to the stock forward; not timed"
                 )
         calls = {name: functools.partial(model, **inputs) for name, model in models.items()}
-        for name, times in median_ms(calls, rounds=arguments.rounds, device=device).items():
+        for name, times in interleaved(calls, rounds=arguments.rounds, device=device).items():
             rows.append(
                 {
                     "stage": stage,
