@@ -60,15 +60,43 @@ def run(config: RunConfig, session: Session) -> list[Path]:
     check_memory(config)
     # Read once: a URL, or a file on another host, might give every rank another picture.
     requests = session.broadcast_object(make_requests(config) if state.rank == 0 else None)
-    directory = Path(config.output_directory)
-    if state.rank == 0:
-        pixels = config.height * config.width * config.num_frames
-        needed = int(len(requests) * pixels * _BYTES_PER_PIXEL)
-        directory = check_output_directory(config.output_directory, needed_bytes=needed)
-    directory = session.broadcast_object(directory)
+    directory = session.broadcast_object(_output_directory(config, len(requests)) if state.rank == 0 else None)
     progress = state.rank == 0 and sys.stderr.isatty()
     if not progress:
         _silence_loading_bars()
+    model, load_seconds = _load(config, session)
+    model.prepare(requests[0])
+    compile_seconds = _compile(config, model, requests[0])
+    _warm_up(config, model, requests[0], session, progress=progress)
+    samples, paths = _timed_iterations(config, model, requests, session, directory, progress=progress)
+    model.finish()
+    if state.rank == 0:
+        write_json(
+            directory / "metrics.json",
+            {
+                **environment(state.device),
+                "world_size": state.world_size,
+                "model": model.describe(),
+                "config": config.to_json(),
+                "load_seconds": load_seconds,
+                "compile_seconds": compile_seconds,
+                "iterations": [sample.to_json() for sample in samples],
+                "summary": summarise(samples),
+            },
+        )
+        logger.info("timings, also in %s:\n%s", directory / "metrics.json", summary_table(samples))
+    return paths
+
+
+def _output_directory(config: RunConfig, num_requests: int) -> Path:
+    pixels = config.height * config.width * config.num_frames
+    needed = int(num_requests * pixels * _BYTES_PER_PIXEL)
+    return check_output_directory(config.output_directory, needed_bytes=needed)
+
+
+def _load(config: RunConfig, session: Session) -> tuple[VideoModel, float]:
+    """The model on every rank, its attentions chosen before a weight is read; and the seconds of loading."""
+    state = session.state
     attentions = choose_attentions(
         config.model,
         config.recipe,
@@ -91,54 +119,11 @@ def run(config: RunConfig, session: Session) -> list[Path]:
         decode=config.decode_options,
     )
     session.barrier("loaded")
-    load_seconds = time.perf_counter() - started
-    logger.info("loaded %s in %.1f s on %s", config.model, load_seconds, device_name(state.device))
+    seconds = time.perf_counter() - started
+    logger.info("loaded %s in %.1f s on %s", config.model, seconds, device_name(state.device))
     if state.sequence_degree > 1 and not config.use_parallel_vae:
         logger.info("one of %d ranks decodes; --use_parallel_vae spreads the video decode", state.sequence_degree)
-    model.prepare(requests[0])
-    compile_seconds = _compile(config, model, requests[0])
-    for call in range(config.warmup_calls):
-        logger.info("warm-up %d of %d", call + 1, config.warmup_calls)
-        output = model.generate(requests[0], timer=StageClock(state.device), progress=progress)
-        if output is not None:
-            deque(output.frames, maxlen=0)
-        session.barrier("warm-up")
-
-    samples, paths = [], []
-    for iteration in range(config.num_iterations):
-        last = iteration == config.num_iterations - 1
-        for indices in _rounds(len(requests), state.data_parallel_degree):
-            save = functools.partial(save_video, directory, config, requests, session) if last else None
-            profiled = config.profile and last and len(requests) - 1 in indices
-            with trace(directory, rank=state.rank, device=state.device) if profiled else nullcontext():
-                done = generate_round(model, requests, indices, iteration, session, progress=progress, save=save)
-            for sample, saved in done:
-                if saved is not None:
-                    request = requests[sample.prompt_index]
-                    sample = replace(sample, stage_seconds=sample.stage_seconds | saved.stage_seconds)
-                    details = sidecar(config, model, request, saved.audio_sample_rate, sample)
-                    write_json(saved.path.with_suffix(".json"), details)
-                    logger.info("saved %s", saved.path)
-                    paths.append(saved.path)
-                samples.append(sample)
-            session.barrier("round")
-    model.finish()
-    if state.rank == 0:
-        write_json(
-            directory / "metrics.json",
-            {
-                **environment(state.device),
-                "world_size": state.world_size,
-                "model": model.describe(),
-                "config": config.to_json(),
-                "load_seconds": load_seconds,
-                "compile_seconds": compile_seconds,
-                "iterations": [sample.to_json() for sample in samples],
-                "summary": summarise(samples),
-            },
-        )
-        logger.info("timings, also in %s:\n%s", directory / "metrics.json", summary_table(samples))
-    return paths
+    return model, seconds
 
 
 def resolve_source(config: RunConfig, session: Session) -> Source:
@@ -165,6 +150,47 @@ def _compile(config: RunConfig, model: VideoModel, request: VideoRequest) -> flo
         time.perf_counter() - started,
     )
     return seconds
+
+
+def _warm_up(config: RunConfig, model: VideoModel, request: VideoRequest, session: Session, *, progress: bool) -> None:
+    for call in range(config.warmup_calls):
+        logger.info("warm-up %d of %d", call + 1, config.warmup_calls)
+        output = model.generate(request, timer=StageClock(session.state.device), progress=progress)
+        if output is not None:
+            deque(output.frames, maxlen=0)
+        session.barrier("warm-up")
+
+
+def _timed_iterations(
+    config: RunConfig,
+    model: VideoModel,
+    requests: list[VideoRequest],
+    session: Session,
+    directory: Path,
+    *,
+    progress: bool,
+) -> tuple[list[Sample], list[Path]]:
+    """On rank 0 a sample of every request of every iteration, and the files of the last one."""
+    state = session.state
+    samples, paths = [], []
+    for iteration in range(config.num_iterations):
+        last = iteration == config.num_iterations - 1
+        for indices in _rounds(len(requests), state.data_parallel_degree):
+            save = functools.partial(save_video, directory, config, requests, session) if last else None
+            profiled = config.profile and last and len(requests) - 1 in indices
+            with trace(directory, rank=state.rank, device=state.device) if profiled else nullcontext():
+                done = generate_round(model, requests, indices, iteration, session, progress=progress, save=save)
+            for sample, saved in done:
+                if saved is not None:
+                    request = requests[sample.prompt_index]
+                    sample = replace(sample, stage_seconds=sample.stage_seconds | saved.stage_seconds)
+                    details = sidecar(config, model, request, saved.audio_sample_rate, sample)
+                    write_json(saved.path.with_suffix(".json"), details)
+                    logger.info("saved %s", saved.path)
+                    paths.append(saved.path)
+                samples.append(sample)
+            session.barrier("round")
+    return samples, paths
 
 
 def _rounds(count: int, replicas: int) -> Iterator[range]:
