@@ -13,8 +13,8 @@ from runner_models.ltx2.decoder.geometry import Stage, ghost_latents, split_rows
 from runner_models.ltx2.decoder.pointwise import SLICE_TOKENS
 
 SLICE_TENSORS = 16
-"""Live (tokens, channels) temporaries of one slice in pointwise.SlicedTokens, on a CPU: four of the MLP are four times as
-wide. With kernels they are 9, and FusedTokens has none."""
+"""Live (tokens, channels) temporaries of one slice in pointwise.SlicedTokens on a CPU, where four of the MLP are four
+times as wide. With kernels there are 9 (norm, gate, up); FusedTokens has none."""
 MAX_CHUNK_FRAMES = 32
 """A larger chunk gains little: a chunk copies K - 1 = 10 frames of keys and values whatever its length."""
 SAFE_PART = 0.9
