@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     from runner.config import RunConfig
 
     try:
+        _check_launcher()
         asked = cli.read(sys.argv[1:] if argv is None else argv)
         if asked.doctor:
             return _examine(asked)
@@ -114,7 +115,15 @@ def _refuse(error: ValueError) -> int:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def _check_launcher() -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name, "0")
+        if not value.isdecimal():
+            raise UsageError(f"{name}={value} in the environment is not a count; unset it, or start with torchrun.")
 
 
 def _configure_logging() -> None:

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 
 from runner.config import RunConfig
-from runner.doctor_text import render
+from runner.doctor_text import render, without_passwords
 from runner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     for name, value in sorted(environ.items()):
         if name.upper() in _NAMES or name.startswith(_PREFIXES):
             secret = _SECRET.search(name.upper())
-            found[name] = "(set)" if secret else re.sub(r"//[^/@]+@", "//(hidden)@", value)
+            found[name] = "(set)" if secret else without_passwords(value)
     return found
 
 

@@ -1,9 +1,15 @@
 """The doctor's report as text."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from runner.sizes import readable
+
+
+def without_passwords(text: str) -> str:
+    """The text with the user and password of its URLs hidden, also where a password holds an @."""
+    return re.sub(r"//[^/\s'\"]*@", "//(hidden)@", text)
 
 
 def render(report: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_url, repo_folder_name
 
+from runner.doctor_text import without_passwords
 from runner_models import HUB_REPOSITORY
 
 SECONDS = 5.0
@@ -64,7 +65,8 @@ def _ask(revision: str | None, token: bool, seconds: float) -> HubAccess:
     except OfflineModeIsEnabled:
         return HubAccess("offline", token, "HF_HUB_OFFLINE is set")
     except errors as error:
-        return HubAccess("unreachable", token, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        words = without_passwords((str(error).splitlines() or [""])[0])  # httpx names the URL with its password
+        return HubAccess("unreachable", token, f"{type(error).__name__}: {words}")
     return HubAccess("granted", token)
 
 

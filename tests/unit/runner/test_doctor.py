@@ -161,6 +161,29 @@ def test_secrets_are_not_told(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert SECRET not in capsys.readouterr().out
 
 
+def test_a_password_with_an_at_sign_is_not_told_either() -> None:
+    found = doctor.variables({"HF_ENDPOINT": f"https://me:p@{SECRET}@mirror.example/x"})
+    assert found["HF_ENDPOINT"] == "https://(hidden)@mirror.example/x"
+
+
+def test_an_address_in_the_hubs_answer_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    error = OSError(f"Client error '401 Unauthorized' for url 'https://me:{SECRET}@mirror.example/x'")
+    monkeypatch.setattr(hub_access, "get_hf_file_metadata", _fails(error))
+    reason = hub_access.hub_access(revision=None).reason
+    assert reason == "OSError: Client error '401 Unauthorized' for url 'https://(hidden)@mirror.example/x'"
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("flag", ["--doctor", "--dry_run"])
+def test_a_launchers_variable_that_is_no_number(
+    name: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "x")
+    assert main([flag]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {name}=x in the environment is not a count; ")
+
+
 def _fails(error: Exception) -> Any:
     def fail(url: str, timeout: float) -> None:
         raise error
