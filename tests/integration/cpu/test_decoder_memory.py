@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from decode_inside import NoTransfer
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner_models.ltx2.build import build_component, component_config
-from runner_models.ltx2.decoder import budget, pointwise
+from runner_models.ltx2.decoder import budget, halo, pointwise
 from runner_models.ltx2.decoder.exact import ExactDecoder
+from runner_models.ltx2.decoder.geometry import split_rows
+from runner_models.ltx2.decoder.halo import Shard
 from runner_models.ltx2.decoder.steps import Canvas
 
 KERNELS = [[3, 3, 3]] * 4
@@ -64,18 +67,24 @@ def _no_attention(q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.empty(q.shape, dtype=q.dtype).zero_()
 
 
-def _peak(latents: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes beside weights, latents and the noise, which waits elsewhere when the decode streams."""
+def _peak(
+    latents: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch, *, rows: int = 3, shard: Shard | None = None
+) -> int:
+    """Bytes beside weights, latents and the noise, which waits elsewhere when the decode streams; of a rank whose halo
+    rows are there at once.
+    """
     model = _decoder()
-    z = torch.zeros(1, 128, latents, 3, 3)
+    z = torch.zeros(1, 128, latents, rows, 3)
     frames = 8 * latents - 7
-    noise = torch.zeros(1, 3, frames, 96, 96)
+    own = rows if shard is None else shard.own[1] - shard.own[0]
+    noise = torch.zeros(1, 3, frames, 32 * own, 96)
+    monkeypatch.setattr(halo, "_Transfer", NoTransfer)
     monkeypatch.setattr(ExactDecoder, "_canvas", lambda *_, **__: Canvas(noise, z.device))
     monkeypatch.setitem(pointwise.SLICE_TOKENS, "cpu", 2**11)
     monkeypatch.setitem(pointwise.SLICE_TOKENS, "accelerator", 2**11)
     count = 0
     with LiveBytes() as live:
-        for piece in ExactDecoder(model, attention=_no_attention).decode(z, chunk_frames=chunk):
+        for piece in ExactDecoder(model, attention=_no_attention).decode(z, chunk_frames=chunk, shard=shard):
             count += piece.shape[1]
             del piece
     assert count == frames
@@ -96,6 +105,18 @@ def test_the_estimate(chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> Non
     noise = 0 if chunk else 3 * 153 * 96 * 96 * 4
     estimate = budget.decode_bytes(_decoder().config, (20, 3, 3), element=4, chunk_frames=chunk)
     assert 0.95 * (peak + noise) <= estimate <= 1.3 * (peak + noise)
+
+
+@pytest.mark.parametrize("chunk", [8, None], ids=str)
+def test_the_estimate_of_a_rank_between_two(chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has halo rows on both sides."""
+    shard = Shard(1, split_rows(9, 3), 1, None)
+    peak = _peak(8, chunk, monkeypatch, rows=9, shard=shard)
+    noise = 0 if chunk else 3 * 57 * 96 * 96 * 4
+    estimate = budget.decode_bytes(_decoder().config, (8, 9, 3), element=4, chunk_frames=chunk, ranks=3)
+    assert 0.95 * (peak + noise) <= estimate <= 1.3 * (peak + noise)
+    alone = budget.decode_bytes(_decoder().config, (8, 9, 3), element=4, chunk_frames=chunk)
+    assert alone > 2 * (peak + noise), "a third of the clip, and halo rows"
 
 
 CONFIG = component_config("diffusion_decoder")
