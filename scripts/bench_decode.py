@@ -18,12 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from arguments import at_least, output_file
+from arguments import seconds as budget
 from decode_inside import NoTransfer, StockProcessor, estimates, relative_l2, rows, shares, stage_times, table
 
 from layers.neighborhood_attention import na3d_flash_attn, neighborhood_attention_sdpa
@@ -288,12 +289,14 @@ def measure(bench: Bench, variants: list[Variant]) -> None:
         bench.say(f"round {round_ + 1} of {bench.arguments.rounds}")
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latents", type=int, nargs=3, default=(16, 48, 32), metavar=("T", "H", "W"))
-    parser.add_argument("--chunks", type=int, nargs="*", default=(16, 8), help="frames a chunk (default: 16 8)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=190, help="budget of the whole run (default: 190)")
+    parser.add_argument("--latents", type=at_least(1), nargs=3, default=(16, 48, 32), metavar=("T", "H", "W"))
+    parser.add_argument(
+        "--chunks", type=at_least(8, multiple_of=8), nargs="*", default=(16, 8), help="frames (default: 16 8)"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--seconds", type=budget, default=190, help="budget of the whole run (default: 190)")
     parser.add_argument(
         "--reference",
         choices=("stock", "exact"),
@@ -303,9 +306,17 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--skip_sdpa", action="store_true", help="leave the slowest variant out")
     parser.add_argument("--tiny", action="store_true", help="the tiny decoder, to try the script out")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
-    return parser.parse_args()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=output_file, help="also write the JSON here")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here; give cpu")
+    try:
+        stages_of(component_config("diffusion_decoder", TINY if arguments.tiny else None), arguments.latents)
+        split_rows(max(arguments.latents[1:]), int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        parser.error(f"--latents {' '.join(map(str, arguments.latents))}: {error}")
+    return arguments
 
 
 @torch.inference_mode()

@@ -33,6 +33,7 @@ if "rocm" not in version("torch"):  # as the runner does, before torch is import
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+from arguments import output_file, seconds
 from e2e_report import check_result, rows, table
 from e2e_variants import Variant, Verified, Weights, build, parse_variant, scratch
 
@@ -62,11 +63,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     parser.add_argument("--variants", nargs="+", default=["ours"], metavar="NAME[:FLAG=VALUE,...]")
     parser.add_argument("--to_file", choices=("none", "first", "all"), default="first", help="rounds that write a file")
     parser.add_argument("--in_turn", action="store_true", help="all rounds of one variant before the next is built")
-    parser.add_argument("--seconds", type=float, default=380, help="budget of the whole run (default: 380)")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--seconds", type=seconds, default=380, help="budget of the whole run (default: 380)")
+    parser.add_argument("--out", type=output_file, help="also write the JSON here")
     arguments, rest = parser.parse_known_args(argv)
     given = {argument[2:].partition("=")[0].replace("-", "_") for argument in rest if argument.startswith("--")}
-    for name in ("profile", "dry_run", "output_directory"):
+    for name in ("profile", "dry_run", "doctor", "output_directory"):
         if name in given:
             raise UsageError(f"--{name} has no effect on this script, which keeps --out alone; use python -m runner.")
     defaults = {"model": "LTX-2.5", "task": "i2v", "prompt": "a cat dancing at sunset", "num_iterations": "3"}
@@ -74,6 +75,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, RunConfig]:
         if name not in given and "config" not in given and "from_json" not in given:
             rest += [f"--{name}", value]
     config = cli.parse(rest)
+    if len(config.prompt) > 1:
+        raise UsageError(f"--prompt has {len(config.prompt)} texts and this script times one request; give one.")
     images: list[str] = []
     if config.task == "i2v" and not config.input_images:
         images = ["--input_images", os.path.relpath(IMAGE), "--resize_input_images"]

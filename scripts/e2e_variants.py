@@ -116,7 +116,13 @@ def parse_variant(spec: str, config: RunConfig, *, world_size: int, gpus: int) -
         key, _, value = entry.partition("=")
         if key not in OPTIONS:
             raise UsageError(f"--variants {spec}: {key} is not an option of a variant; allowed: {', '.join(OPTIONS)}.")
-        options[key] = convert(FLAGS[key], yaml.safe_load(value), where=f" in --variants {spec}")
+        try:
+            typed = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--variants {spec}: the value of {key} cannot be read.") from error
+        if typed is None:
+            raise UsageError(f"--variants {spec}: {key} has no value; write {key}=VALUE.")
+        options[key] = convert(FLAGS[key], typed, where=f" in --variants {spec}")
     config = check(
         dataclasses.replace(config, **options), world_size=world_size, local_world_size=world_size, gpu_count=gpus
     )

@@ -69,6 +69,8 @@ def test_a_variant_has_options_of_its_own() -> None:
         ("ours:vae_decode=titled", "did you mean tiled?"),
         ("ours:enable_tiling=maybe", "is not true or false"),
         ("ours:decode_chunk_frames=12", "is not a multiple of 8"),
+        ("ours:vae_decode=[", "the value of vae_decode cannot be read"),
+        ("ours:vae_decode=", "vae_decode has no value; write vae_decode=VALUE"),
     ],
 )
 def test_variants_that_cannot_be(spec: str, part: str) -> None:
@@ -85,6 +87,8 @@ def test_variants_that_cannot_be(spec: str, part: str) -> None:
         (["--variant", "ours"], "--variant is not a flag"),
         (["--device", "cuda"], "torch sees none here"),
         (["--dry-run"], "--dry_run has no effect on this script"),
+        (["--doctor"], "--doctor has no effect on this script"),
+        (["--prompt", "a", "b"], "--prompt has 2 texts and this script times one request"),
     ],
 )
 def test_bad_usage_is_one_line(
