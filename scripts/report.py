@@ -9,7 +9,8 @@ same plots from --plots. Every figure stands with its device, versions, command,
 has a row that says so. A json of another kind, or without its source, is skipped with a line that says why, here and on
 the page. The same files give the same bytes.
 
-Exit codes: 0; 2 for a folder that is not there. The last line of stdout is one JSON object.
+Exit codes: 0; 2 for a folder that is not there, or a file that cannot be written. The last line of stdout is one JSON
+object.
 """
 
 import argparse
@@ -40,6 +41,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     folder = arguments.benchmarks
@@ -55,15 +61,20 @@ def main(argv: list[str] | None = None) -> int:
     for name, why in results.skipped:
         print(f"skipped {name}: {why}", file=sys.stderr)
     found = sections(results)
-    for path in (page, markdown, plots / "x"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(to_html(TITLE, found))
-    markdown.write_text(to_markdown(TITLE, found, os.path.relpath(plots, markdown.parent)))
     drawn = [block for section in found for block in section.blocks if isinstance(block, Plot)]
-    for stale in set(plots.glob("report_*.svg")) - {plots / f"{plot.name}.svg" for plot in drawn}:
-        stale.unlink()
-    for plot in drawn:
-        (plots / f"{plot.name}.svg").write_text(plot.svg)
+    flag = "--html"
+    try:
+        _write(page, to_html(TITLE, found))
+        flag = "--markdown"
+        _write(markdown, to_markdown(TITLE, found, os.path.relpath(plots, markdown.parent)))
+        flag = "--plots"
+        for plot in drawn:
+            _write(plots / f"{plot.name}.svg", plot.svg)
+        for stale in set(plots.glob("report_*.svg")) - {plots / f"{plot.name}.svg" for plot in drawn}:
+            stale.unlink()
+    except OSError as error:
+        print(f"{flag}: {error.filename} cannot be written ({error.strerror})", file=sys.stderr)
+        return 2
     print(
         json.dumps(
             {

@@ -1,6 +1,10 @@
 """What report.py shows: results of the bench scripts, each with its source."""
 
+import dataclasses
+import math
+import types
 from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin, get_type_hints
 
 NOT_RECORDED = "not recorded"
 SHOWN_VERSIONS = ("torch", "triton", "cuda", "hip", "diffusers", "transformers", "xfuser")
@@ -126,6 +130,37 @@ class FusedResult:
     copy_rate: float
     flop_rate: float
     rows: list[OpRow]
+
+
+def check_types(value: Any, hint: Any, place: str = "it") -> None:
+    """A value read from a json against its annotation, through dataclasses and containers.
+
+    Raises:
+        ValueError: another type, a number that is not finite, or a time of 0 in a row.
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:
+        if value is not None:
+            check_types(value, next(option for option in inner if option is not type(None)), place)
+    elif dataclasses.is_dataclass(hint):
+        for name, part in get_type_hints(hint).items():
+            check_types(getattr(value, name), part, name)
+        time = getattr(value, "time", None)
+        if time is not None and time.median <= 0:
+            raise ValueError(f"time is {time.median} and not above 0")
+    elif origin is dict:
+        for key, entry in value.items():
+            check_types(key, inner[0], place)
+            check_types(entry, inner[1], f"{place} {key}")
+    elif origin in (list, tuple):
+        of = inner if origin is tuple and inner[-1] is not ... else (inner[0],) * len(value)
+        for entry, part in zip(value, of, strict=True):
+            check_types(entry, part, place)
+    elif hint is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{place} is {value!r} and not a finite number")
+    elif not isinstance(value, hint):
+        raise ValueError(f"{place} is {value!r} and not {hint.__name__}")
 
 
 @dataclass

@@ -21,6 +21,7 @@ from report_data import (
     Source,
     Spread,
     TransformerRow,
+    check_types,
 )
 
 GIB = 2**30
@@ -32,7 +33,7 @@ def load_results(folder: Path) -> Results:
     for path in sorted(folder.glob("*.json")):
         try:
             data = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             results.skipped.append((path.name, f"not readable as json: {error}"))
             continue
         kind = kind_of(data)
@@ -43,10 +44,12 @@ def load_results(folder: Path) -> Results:
         if missing:
             results.skipped.append((path.name, f"records no {', no '.join(missing)}: its figures cannot be attributed"))
             continue
-        source = _source(path.name, data, len(results.sources) + 1)
         fresh = Results()
         try:
+            source = _source(path.name, data, len(results.sources) + 1)
             kind(data, source, fresh)
+            check_types(source, Source)
+            check_types(fresh, Results)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             what = kind.__name__.removeprefix("_read_")
             results.skipped.append((path.name, f"looks like a {what} result but is malformed: {error!r}"))
@@ -83,7 +86,7 @@ def kind_of(data: Any) -> Callable[[dict[str, Any], Source, Results], None] | No
     if "video_tokens" in first:
         return _read_transformer
     records = data.get("records")
-    if isinstance(records, list) and records and "grid" in records[0]:
+    if isinstance(records, list) and records and isinstance(records[0], dict) and "grid" in records[0]:
         return _read_kernel
     return None
 

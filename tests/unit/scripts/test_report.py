@@ -189,9 +189,15 @@ def test_nothing_is_skipped_in_silence(tmp_path: Path, capsys: pytest.CaptureFix
     malformed = _decode()
     del malformed["rows"][0]["variant"]
     bad_roofline = _decode() | {"roofline": [{"stage": "stage 5"}]}
+    words, nan, zero = _e2e(), _e2e(), _decode()
+    words["rows"][0]["median_seconds"] = "five"
+    nan["rows"][0]["peak_gib_per_rank"] = [float("nan")]
+    zero["rows"][0]["median_seconds"] = 0
     page, markdown, result, err = _run(
         tmp_path, capsys,
         broken="{", other={"hello": 1}, numbers=[1], anonymous=anonymous, malformed=malformed, roof=bad_roofline,
+        deep="[" * 100_000, records={"records": [3]}, versions=_decode() | {"versions": ["torch"]},
+        words=words, nan=nan, zero=zero,
     )  # fmt: skip
     expected = {
         "broken.json": "not readable as json",
@@ -199,6 +205,12 @@ def test_nothing_is_skipped_in_silence(tmp_path: Path, capsys: pytest.CaptureFix
         "numbers.json": "it holds a list",
         "anonymous.json": "records no device, no date",
         "malformed.json": "looks like a decode result but is malformed: KeyError('variant')",
+        "deep.json": "not readable as json",
+        "records.json": "it holds records, without device, command, date",
+        "versions.json": "looks like a decode result but is malformed",
+        "words.json": "median is 'five' and not a finite number",
+        "nan.json": "peaks is nan and not a finite number",
+        "zero.json": "time is 0 and not above 0",
         "roof.json": "its roofline is malformed (KeyError('floor_ms')); the rest is shown",
     }
     assert result["skipped"].keys() == expected.keys()
@@ -234,6 +246,18 @@ def test_the_same_files_give_the_same_bytes_and_old_plots_go(
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main(["--benchmarks", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--html", "--markdown", "--plots"])
+def test_a_place_that_cannot_be_written(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "e2e.json").write_text(json.dumps(_e2e()))
+    places = {name: str(tmp_path / "out" / name[2:]) for name in ("--html", "--markdown", "--plots")}
+    places[flag] = str(tmp_path / "file" / "x")
+    assert report.main(["--benchmarks", str(tmp_path), *(word for pair in places.items() for word in pair)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"{flag}: {tmp_path}/file")
+    assert not printed.out
 
 
 def test_text_of_a_json_is_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
