@@ -16,12 +16,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from arguments import at_least, output_file, seconds
 from roofline import ceilings, elapsed
 
 from layers.fused import heads, launch, narrow, reference, tokens
@@ -257,10 +257,12 @@ def table(result: dict[str, Any]) -> str:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frames", type=int, default=121, help="of the 384x256 grid of 256 channels (default: 121)")
-    parser.add_argument("--seconds", type=float, default=3, help="of rounds for each group of ops (default: 3)")
+    parser.add_argument(
+        "--frames", type=at_least(1), default=121, help="of the 384x256 grid of 256 channels (default: 121)"
+    )
+    parser.add_argument("--seconds", type=seconds, default=3, help="of rounds for each group of ops (default: 3)")
     parser.add_argument("--sweep", action="store_true", help="try other block sizes")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--out", type=output_file, help="also write the JSON here")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a GPU")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from arguments import number, output_file, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -220,11 +221,11 @@ def plot(path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="json to write")
+    parser.add_argument("--out", type=output_file, help="json to write")
     parser.add_argument("--plot", type=Path, help="draw this json instead of measuring")
-    parser.add_argument("--seconds", type=float, default=4.0, help="timing time per shape")
+    parser.add_argument("--seconds", type=seconds, default=4.0, help="timing time per shape")
     parser.add_argument("--grids", nargs="+", metavar="TxHxW", help="only these grids of the list")
-    parser.add_argument("--limit", type=float, default=5e-3, help="relative L2 above which a variant is not timed")
+    parser.add_argument("--limit", type=number, default=5e-3, help="relative L2 above which a variant is not timed")
     args = parser.parse_args()
     if args.plot:
         print(plot(args.plot))

@@ -15,10 +15,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import at_least, output_file
 
 from layers.attention_backends import select_backend
 from layers.parallel_state import ParallelState
@@ -152,17 +152,19 @@ def bench(arguments: argparse.Namespace, state: ParallelState) -> dict[str, Any]
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--height", type=int, default=1024, help="pixels (default: 1024)")
-    parser.add_argument("--width", type=int, default=1536, help="pixels (default: 1536)")
-    parser.add_argument("--num_frames", type=int, default=121)
-    parser.add_argument("--prompt_tokens", type=int, default=1024)
-    parser.add_argument("--num_layers", type=int, help="fewer blocks than the released 48, to try the script out")
+    parser.add_argument("--height", type=at_least(1), default=1024, help="pixels (default: 1024)")
+    parser.add_argument("--width", type=at_least(1), default=1536, help="pixels (default: 1536)")
+    parser.add_argument("--num_frames", type=at_least(1), default=121)
+    parser.add_argument("--prompt_tokens", type=at_least(1), default=1024)
+    parser.add_argument(
+        "--num_layers", type=at_least(1), help="fewer blocks than the released 48, to try the script out"
+    )
     parser.add_argument("--attention_backend", help="kernel of the video self-attention (default: torch's own)")
-    parser.add_argument("--ulysses_degree", type=int, default=1)
-    parser.add_argument("--ring_degree", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ulysses_degree", type=at_least(1), default=1)
+    parser.add_argument("--ring_degree", type=at_least(1), default=1)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--out", type=output_file, help="also write the JSON here")
     return parser.parse_args()
 
 

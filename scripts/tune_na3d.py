@@ -18,6 +18,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from arguments import output_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from layers.neighborhood_attention import configs, na3d_flash_attn, neighborhood_attention_sdpa
@@ -118,7 +119,7 @@ def main() -> None:
         "--check_only", action="store_true", help="check without timing: fills Triton's cache, in parallel"
     )
     parser.add_argument("--kernels", nargs="*", default=[",".join(map(str, k)) for k in FAMILIES], help="e.g. 3,7,7")
-    parser.add_argument("--out", type=Path, help="json with every candidate's time")
+    parser.add_argument("--out", type=output_file, help="json with every candidate's time")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("tune_na3d.py measures on a GPU and found none")
