@@ -283,7 +283,7 @@ def measure(bench: Bench, variants: list[Variant]) -> None:
             if not enough:
                 bench.say(f"the time is up in round {round_ + 1}")
                 return
-            _, seconds, peak = bench.timed(variant.run)
+            seconds, peak = bench.timed(variant.run)[1:]  # its video is not held while the next one runs
             variant.seconds.append(seconds)
             variant.row["peak_gib"] = max(peak, variant.row.get("peak_gib", 0.0))
         bench.say(f"round {round_ + 1} of {bench.arguments.rounds}")
@@ -346,4 +346,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

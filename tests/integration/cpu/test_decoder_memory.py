@@ -15,7 +15,7 @@ from runner_models.ltx2.decoder import budget, halo, pointwise
 from runner_models.ltx2.decoder.exact import ExactDecoder
 from runner_models.ltx2.decoder.geometry import split_rows
 from runner_models.ltx2.decoder.halo import Shard
-from runner_models.ltx2.decoder.steps import Canvas
+from runner_models.ltx2.decoder.steps import Canvas, Upsample
 
 KERNELS = [[3, 3, 3]] * 4
 DEPTHS = [1, 1, 1, 1, 4]
@@ -144,3 +144,17 @@ def test_the_chunk_that_fits() -> None:
     assert chosen(5) == 8
     short = {"element": 2, "free_bytes": int(18 * GIB), "streaming": True}
     assert budget.choose_chunk(CONFIG, (7, 48, 32), **short) is None, "49 frames at once need less than a chunk's state"
+
+
+def test_a_suspended_upsample_holds_neither_its_input_nor_its_output() -> None:
+    """The nodes below work while it waits; its input is 1.6 GiB before stage 5 at 1536x1024x121."""
+    decoder = _decoder().decoder
+    frames = torch.randn(1, 2, 3, 3, decoder.upsamples[0].proj.in_features)
+    given = StorageWeakRef(frames.untyped_storage())
+    pushed = Upsample(decoder.upsamples[0], 2).push(frames)
+    del frames
+    out = next(pushed)
+    assert given.expired()
+    made = StorageWeakRef(out.untyped_storage())
+    del out
+    assert made.expired()
