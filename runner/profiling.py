@@ -5,8 +5,9 @@ stages (its blocks and what lies between them), mux.
 """
 
 import logging
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,15 @@ def trace(directory: Path, *, rank: int, device: torch.device) -> Iterator[None]
     with torch.profiler.profile(activities=activities) as profiler:
         yield
     path = trace_path(directory, rank)
+    partial = path.with_name(f".{uuid.uuid4().hex}.{path.name}")  # two runs may end here at the same time
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        size = path.stat().st_size
+        profiler.export_chrome_trace(str(partial))
+        size = partial.stat().st_size
+        partial.replace(path)
     except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise UsageError(f"--profile: {path} cannot be written ({error}).") from error
     if rank == 0:
         logger.info("profile of the last request, %.1f MB: %s (open at https://ui.perfetto.dev)", size / 1e6, path)

@@ -37,6 +37,23 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
         torch.ones(2).sum()
 
 
+def test_a_trace_has_its_name_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def half(self: Any, path: str) -> None:
+        Path(path).write_text("half of a trace")
+        written.append(path)
+        raise OSError(28, "No space left on device", path)
+
+    trace_path(tmp_path, 0).write_text("an older one")
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", half)
+    with pytest.raises(UsageError, match="No space left"), trace(tmp_path, rank=0, device=CPU):
+        torch.ones(2).sum()
+    assert written
+    assert list(tmp_path.iterdir()) == [trace_path(tmp_path, 0)]
+    assert trace_path(tmp_path, 0).read_text() == "an older one"
+
+
 def test_no_trace_of_a_block_that_fails(tmp_path: Path) -> None:
     with pytest.raises(KeyError), trace(tmp_path, rank=0, device=CPU):
         raise KeyError
