@@ -103,6 +103,30 @@ def test_bad_usage_is_one_line(
     assert not printed.out
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (OSError(28, "No space left on device", "x.json"), 1, "error: [Errno 28] No space left on device: 'x.json'\n"),
+    ],
+    ids=["interrupted", "full"],
+)
+def test_an_end_from_outside_is_one_line(
+    error: BaseException,
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(bench: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(bench_e2e, "run", fail)
+    monkeypatch.setattr(sys, "argv", ["bench_e2e.py", *SIZE, "--device", "cpu"])
+    assert bench_e2e.main() == code
+    assert capsys.readouterr().err.endswith(words)
+
+
 def test_the_clock_counts_no_second_twice() -> None:
     clock = NestedClock(CPU)
     with clock("outer"):
