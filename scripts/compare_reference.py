@@ -62,7 +62,10 @@ def render_runner(request: Request, folder: Path, *, ranks: int, flags: list[str
     before = set(folder.glob("*.mp4"))
     done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RenderFailed(f"python -m runner ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        # Under torchrun the program's own lines stand before those of the launcher.
+        own = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        words = "\n".join(own) or done.stderr.strip()[-2000:]
+        raise RenderFailed(f"python -m runner ended with {done.returncode}: {words}")
     (path,) = set(folder.glob("*.mp4")) - before
     return path
 

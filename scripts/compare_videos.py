@@ -28,8 +28,18 @@ try:
 except ModuleNotFoundError as missing:
     print(f'{missing.name} is not installed: pip install -e ".[report]"', file=sys.stderr)
     raise SystemExit(2) from missing
+from arguments import at_least, number
 from compare_clips import Clip, NotComparable, check_audio_length, check_comparable, frame_pairs, open_clip
 from compare_reference import RenderFailed, Request, render_runner, render_stock
+
+NOT_FOR_THE_RUNNER = {
+    f"__{name}"
+    for name in (
+        *("model", "task", "prompt", "dataset_path", "seed", "height", "width", "num_frames", "frame_rate"),
+        *("input_images", "output_directory", "dry_run", "doctor", "json", "help", "version", "from_json", "config"),
+    )
+}
+"""Flags, "-" as "_", that would make another video than the stock pipelines make, or none, or put it elsewhere."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -38,14 +48,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("videos", nargs="*", type=Path, metavar="A B", help="two videos of one size and length")
     limits = parser.add_argument_group("thresholds (each frame must pass)")
-    limits.add_argument("--min_psnr", type=float, default=40.0, metavar="DB", help="RGB (default: 40; 0 allows all)")
-    limits.add_argument("--min_ssim", type=float, default=0.98, metavar="S", help="luma (default: 0.98; -1 allows all)")
+    limits.add_argument("--min_psnr", type=number, default=40.0, metavar="DB", help="RGB (default: 40; 0 allows all)")
     limits.add_argument(
-        "--min_audio_snr", type=float, default=30.0, metavar="DB", help="sound of A to the difference (default: 30)"
+        "--min_ssim", type=number, default=0.98, metavar="S", help="luma (default: 0.98; -1 allows all)"
+    )
+    limits.add_argument(
+        "--min_audio_snr", type=number, default=30.0, metavar="DB", help="sound of A to the difference (default: 30)"
     )
     limits.add_argument(
         "--max_seam",
-        type=float,
+        type=number,
         metavar="X",
         help="how many times a tile border may stand out; off unless given (1: not at all)",
     )
@@ -63,13 +75,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     both.add_argument("--width", type=int, default=256)
     both.add_argument("--num_frames", type=int, default=17)
     both.add_argument("--seed", type=int, default=42)
-    both.add_argument("--ranks", type=int, default=1, help="processes of the runner, by torchrun (default: 1)")
+    both.add_argument("--ranks", type=at_least(1), default=1, help="processes of the runner, by torchrun (default: 1)")
     both.add_argument("--runner_flags", default="", help='more flags of the runner, e.g. "--decode_chunk_frames 8"')
     arguments = parser.parse_args(argv)
     if len(arguments.videos) != (0 if arguments.against_reference else 2):
         parser.error("give two videos, or --against_reference and none")
     if not 0 < arguments.stride < arguments.tile:
         parser.error(f"--stride {arguments.stride} must be positive and less than --tile {arguments.tile}")
+    try:
+        arguments.runner_flags = shlex.split(arguments.runner_flags)
+    except ValueError as error:
+        parser.error(f"--runner_flags {arguments.runner_flags} cannot be split into words: {error}")
+    fixed = {flag.partition("=")[0].replace("-", "_") for flag in arguments.runner_flags} & NOT_FOR_THE_RUNNER
+    if fixed:
+        parser.error(f"--runner_flags cannot have {', '.join(sorted(fixed)).replace('__', '--')}: it is this script's")
     return arguments
 
 
@@ -85,7 +104,7 @@ def render(arguments: argparse.Namespace) -> list[Path]:
     )
     folder = arguments.output_directory
     print("rendering with the runner ...", file=sys.stderr)
-    ours = render_runner(request, folder, ranks=arguments.ranks, flags=shlex.split(arguments.runner_flags))
+    ours = render_runner(request, folder, ranks=arguments.ranks, flags=arguments.runner_flags)
     print("rendering with the stock pipelines ...", file=sys.stderr)
     return [render_stock(request, folder / "reference.mp4"), ours]
 
@@ -206,6 +225,9 @@ def main(argv: list[str] | None = None) -> int:
     except (NotComparable, RenderFailed, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     failed = failures(result, arguments)
     print(table(result))
     for line in failed:

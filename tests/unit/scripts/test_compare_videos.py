@@ -168,6 +168,35 @@ def test_wrong_command_lines(flags: list[str]) -> None:
     assert stop.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["a", "b", "--min_psnr", "nan"], "argument --min_psnr: nan is not a finite number"),
+        (["a", "b", "--max-seam", "inf"], "argument --max_seam: inf is not a finite number"),
+        (["--against_reference", "--ranks", "0"], "argument --ranks: 0 is not an integer of 1 or more"),
+        (["--against_reference", "--runner_flags", '"a'], '--runner_flags "a cannot be split into words'),
+        (["--against_reference", "--runner_flags=--dry-run"], "--runner_flags cannot have --dry_run"),
+        (["--against_reference", "--runner_flags=--seed=3"], "--runner_flags cannot have --seed"),
+    ],
+)
+def test_values_that_would_pass_anything(flags: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        compare_videos.main(flags)
+    assert stop.value.code == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_runner_that_fails_under_torchrun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "W1201 launcher\nerror: --seed -1 is out of range\nTraceback\n====\n"
+    failed = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+    code, result, err = _compare(capsys, tmp_path, "--against_reference", "--ranks", "2")
+    assert (code, result) == (2, None)
+    assert err.splitlines()[-1] == "python -m runner ended with 1: error: --seed -1 is out of range"
+
+
 @pytest.mark.parametrize("length", [256, 768, 769, 832, 1024, 1408, 1440, 1472, 1536, 2176])
 def test_borders_are_those_of_the_stock_tiles(length: int) -> None:
     cell, size = 8, (768, 704, 48)
