@@ -19,6 +19,9 @@ while [ $# -gt 0 ]; do
             [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
             case $1 in --out) out=$2 ;; --ranks) ranks=$2 ;; --settings) only=$2 ;; esac
             shift ;;
+        --out=* | --ranks=* | --settings=*)
+            echo "error: ${1%%=*} and its value are two words" >&2
+            exit 2 ;;
         --dry) dry=1 ;;
         -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
         *) flags+=("$1") ;;
@@ -46,6 +49,12 @@ if [ -z "$ranks" ]; then
     echo "$found GPUs: ranks$ranks" >&2
 fi
 
+for n in $ranks; do
+    [[ $n =~ ^[1-9][0-9]*$ ]] || { echo "error: --ranks $n is not a count of 1 or more" >&2; exit 2; }
+done
+[[ "" =~ $only ]] 2>/dev/null
+[ $? -ne 2 ] || { echo "error: --settings $only is not a regular expression" >&2; exit 2; }
+
 # One setting a line: its name, then its flags.
 settings() {
     local n=$1
@@ -61,6 +70,12 @@ settings() {
     echo "r${n}_pvae --ring_degree $n --use_parallel_vae"
     [ "$n" -lt 4 ] || echo "u$((n / 2))r2_pvae --ulysses_degree $((n / 2)) --ring_degree 2 --use_parallel_vae"
     echo "d${n} --data_parallel_degree $n"
+}
+
+known() { for n in $ranks; do settings "$n"; done | cut -d " " -f 1; }
+known | grep -Eq -- "$only" || {
+    echo "error: --settings $only matches none of: $(known | tr '\n' ' ')" >&2
+    exit 2
 }
 
 finished() { # the JSON of a run that timed something

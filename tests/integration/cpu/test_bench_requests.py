@@ -96,6 +96,25 @@ def test_the_sweep_lists_and_refuses(tmp_path: Path) -> None:
     assert "holds rows of other flags (--model tiny)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--ranks", "1 b"], "--ranks b is not a count of 1 or more"),
+        (["--ranks", "0"], "--ranks 0 is not a count of 1 or more"),
+        (["--ranks", "1.5"], "--ranks 1.5 is not a count of 1 or more"),
+        (["--ranks=1"], "--ranks and its value are two words"),
+        (["--settings", "("], "--settings ( is not a regular expression"),
+        (["--settings", "u9"], "--settings u9 matches none of: whole chunks"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_sweep_that_cannot_be(flags: list[str], part: str, tmp_path: Path) -> None:
+    done = _sweep("--dry", "--ranks", "1", "--out", str(tmp_path), *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: {part}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_the_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     flags = ["--out", str(tmp_path), "--settings", "^(whole|u2_pvae)$", "--ranks", "1 2", *TINY]
