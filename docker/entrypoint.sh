@@ -21,4 +21,8 @@ while [[ $# -gt 0 ]]; do
     esac
     shift
 done
+if [[ ! $processes =~ ^([1-9][0-9]*|gpu|cpu|auto)$ ]]; then
+    echo "error: --nproc_per_node (or NPROC) $processes is not a count of 1 or more, gpu, cpu or auto" >&2
+    exit 2
+fi
 exec torchrun --standalone --nproc_per_node="$processes" -m runner "${flags[@]}"

@@ -180,6 +180,15 @@ def test_entry_point_runs_commands_and_passes_on_their_code(tmp_path: Path) -> N
     assert "--nproc_per_node needs a number of processes" in done.stderr
 
 
+@pytest.mark.parametrize("processes", ["x", "0", "-1", "2.5", ""])
+def test_entry_point_counts_processes(processes: str, tmp_path: Path) -> None:
+    for given, variables in (([f"--nproc_per_node={processes}"], {}), ([], {"NPROC": processes or " "})):
+        done = entry_point(given, tmp_path, variables)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: --nproc_per_node (or NPROC) ")
+        assert len(done.stderr.splitlines()) == 1
+
+
 def guard(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(GUARD), *words], capture_output=True, text=True)
 
