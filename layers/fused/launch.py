@@ -62,9 +62,20 @@ def kernels() -> Any:
 
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether a kernel takes this tensor: bf16 or fp16 on a GPU; fp32 or fp16 where Triton interprets kernels."""
+    if x.device in _REFUSED:
+        return False
     if x.is_cuda:
         return x.dtype in (torch.bfloat16, torch.float16) and kernels() is not None and served(architecture(x.device))
     return x.device.type == "cpu" and "triton" in sys.modules and interpreted() and x.dtype != torch.bfloat16
+
+
+_REFUSED: set[torch.device] = set()
+
+
+def refuse(device: torch.device, reason: str) -> None:
+    """Run plain torch on this device from now on."""
+    _REFUSED.add(device)
+    logger.warning("fused kernels: %s; plain torch instead", reason)
 
 
 @functools.cache

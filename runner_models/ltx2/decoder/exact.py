@@ -14,6 +14,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from layers.fused.heads import softmax_bound
+from layers.fused.selftest import verify
 from layers.neighborhood_attention.backend import NeighborhoodAttention
 from layers.neighborhood_attention.flash import MAX_SOFTMAX_BOUND
 from runner_models.ltx2.decoder.block import Block, Context
@@ -69,6 +70,7 @@ class ExactDecoder:
         if shard is not None and len(shard.bounds) == 1:
             shard = None
         prepare_offloaded(self.model)
+        verify(latents.device, latents.dtype)
         canvas = self._canvas(latents, stages[-1], generator, shard, keep=chunk_frames >= stages[-1].grid[0])
         steps = num_inference_steps or decoder.default_num_inference_steps
         nodes = self._nodes(
