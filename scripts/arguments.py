@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 
 def at_least(lowest: int, *, multiple_of: int = 1) -> Callable[[str], int]:
     """An integer from `lowest` on."""
@@ -40,6 +42,16 @@ def seconds(text: str) -> float:
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def check_device(parser: argparse.ArgumentParser, device: str | None, *, small: bool, instead: str) -> str:
+    """The device of a bench of the released size: the GPU; a CPU only where it is asked for or the work is `small`."""
+    gpu = torch.cuda.is_available()
+    if device == "cuda" and not gpu:
+        parser.error("--device cuda: torch sees no GPU here; give cpu")
+    if device is None and not gpu and not small:
+        parser.error(f"torch sees no GPU, and a CPU needs hours for the released size: {instead}, or --device cpu")
+    return device or ("cuda" if gpu else "cpu")
 
 
 def output_file(text: str) -> Path:

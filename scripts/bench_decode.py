@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from arguments import at_least, output_file
+from arguments import at_least, check_device, output_file
 from arguments import seconds as budget
 from decode_inside import NoTransfer, StockProcessor, estimates, relative_l2, rows, shares, stage_times, table
 
@@ -306,11 +306,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--skip_sdpa", action="store_true", help="leave the slowest variant out")
     parser.add_argument("--tiny", action="store_true", help="the tiny decoder, to try the script out")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda; cpu where --tiny finds no GPU")
     parser.add_argument("--out", type=output_file, help="also write the JSON here")
     arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here; give cpu")
+    arguments.device = check_device(parser, arguments.device, small=arguments.tiny, instead="give --tiny")
     try:
         stages_of(component_config("diffusion_decoder", TINY if arguments.tiny else None), arguments.latents)
         split_rows(max(arguments.latents[1:]), int(os.environ.get("WORLD_SIZE", "1")))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from arguments import at_least, output_file
+from arguments import at_least, check_device, output_file
 
 from layers.attention_backends import select_backend
 from layers.parallel_state import ParallelState
@@ -150,7 +150,7 @@ def bench(arguments: argparse.Namespace, state: ParallelState) -> dict[str, Any]
     }
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--height", type=at_least(1), default=1024, help="pixels (default: 1024)")
     parser.add_argument("--width", type=at_least(1), default=1536, help="pixels (default: 1536)")
@@ -163,9 +163,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ulysses_degree", type=at_least(1), default=1)
     parser.add_argument("--ring_degree", type=at_least(1), default=1)
     parser.add_argument("--rounds", type=at_least(1), default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda; cpu where --num_layers finds no GPU")
     parser.add_argument("--out", type=output_file, help="also write the JSON here")
-    return parser.parse_args()
+    arguments = parser.parse_args(argv)
+    small = arguments.num_layers is not None
+    arguments.device = check_device(parser, arguments.device, small=small, instead="give --num_layers 1")
+    return arguments
 
 
 def main() -> None:

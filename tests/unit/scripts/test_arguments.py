@@ -7,7 +7,9 @@ from typing import Any
 
 import bench_decode
 import bench_e2e
+import bench_transformer
 import pytest
+import torch
 from arguments import at_least, number, output_file, seconds
 
 
@@ -79,3 +81,19 @@ def test_a_decode_that_cannot_be(
         bench_decode.parse(["--tiny", *flags])
     assert ended.value.code == 2
     assert part in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize(
+    ("parse", "small"),
+    [(bench_decode.parse, ["--tiny"]), (bench_transformer.parse, ["--num_layers", "1"])],
+    ids=["decode", "transformer"],
+)
+def test_the_released_size_on_a_cpu_only_if_asked(parse, small, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse([])
+    assert "torch sees no GPU, and a CPU needs hours for the released size: give " + small[0] in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse([*small, "--device", "cuda"])
+    assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
+    assert parse(small).device == parse(["--device", "cpu"]).device == "cpu"
