@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from layers.fused import reference
-from layers.fused.launch import check_dense, kernels, on_device, runs_kernels, token_strides
-
-Size = tuple[int, int, int]
+from layers.fused.launch import check_dense, kernels, runs_kernels, token_strides
+from layers.neighborhood_attention.backend import Size, on_device
 
 _TILE = 4096  # elements of a program
 _MARGIN = 1.01  # Q and K are rounded to bf16 after the norm: each can grow by 2**-8

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from layers.fused.kernel_mlp import inverse_rms, silu_mul
 from layers.fused.kernel_qkv import angles_of, rows_of, turned
 
 
@@ -26,9 +27,8 @@ def norm_kernel(
         x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
         tl.store(x_at, x, mask=inside)
     x = x.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, axis=1) / C + eps)
     real = columns < C
-    x = x * factor[:, None] * tl.load(gain_ptr + columns, mask=real, other=0.0).to(tl.float32)[None, :]
+    x = x * inverse_rms(x, C, eps)[:, None] * tl.load(gain_ptr + columns, mask=real, other=0.0).to(tl.float32)[None, :]
     if MODULATED:
         x = x * tl.load(scale_ptr + batch * C + columns, mask=real, other=0.0).to(tl.float32)[None, :]
         x = x + tl.load(shift_ptr + batch * C + columns, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -59,7 +59,7 @@ def heads_kernel(
     y = tl.load(qkv_ptr + local + channel[None, None, :], mask=inside, other=0.0)
     if which < 2:
         y = tl.reshape(y.to(tl.float32), (BLOCK_M * BLOCK_HEADS, HEAD_DIM))
-        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / HEAD_DIM + eps)[:, None]
+        y = y * inverse_rms(y, HEAD_DIM, eps)[:, None]
         y = y * tl.load(gain_ptr + which * HEAD_DIM + channel)[None, :]
         cos, sin = angles_of(
             table_ptr, table_rows, first_t, first_h, first_w, token, height, width, T_PAIRS, H_PAIRS, HEAD_DIM // 2
@@ -91,8 +91,7 @@ def silu_mul_kernel(gate_ptr, up_ptr, count, BLOCK: tl.constexpr):
     inside = at < count
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0)
     up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    tl.store(gate_ptr + at, (wide * tl.sigmoid(wide) * up).to(gate.dtype), mask=inside)
+    tl.store(gate_ptr + at, silu_mul(gate.to(tl.float32), up, False).to(gate.dtype), mask=inside)
 
 
 @triton.jit

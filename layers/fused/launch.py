@@ -1,6 +1,5 @@
 """Where the kernels run, and with which blocks."""
 
-import contextlib
 import functools
 import logging
 import sys
@@ -9,11 +8,9 @@ from typing import Any
 
 import torch
 
-from layers.neighborhood_attention.backend import architecture
+from layers.neighborhood_attention.backend import architecture, runs_our_triton
 
 logger = logging.getLogger(__name__)
-
-_OLDEST = 80  # bf16 on tensor cores
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,8 @@ def refuse(device: torch.device, reason: str) -> None:
 
 @functools.cache
 def served(arch: str) -> bool:
-    """Whether the kernels are for this architecture: NVIDIA from sm80 on, and those in BLOCKS. Said once if not."""
-    number = arch.removeprefix("sm")
-    found = arch in BLOCKS or (number != arch and number.isdigit() and int(number) >= _OLDEST)
+    """Whether the kernels are for this architecture; said once if not."""
+    found = runs_our_triton(arch)
     if not found:
         logger.info("fused kernels: not for %s; plain torch instead", arch)
     return found
@@ -92,11 +88,6 @@ def interpreted() -> bool:
     """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1 before its first import)."""
     found = kernels()
     return found is not None and not isinstance(found[0].norm_kernel, sys.modules["triton"].JITFunction)
-
-
-def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def token_strides(x: torch.Tensor) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from layers.fused.heads import HeadNorms, Rotary
-from layers.fused.launch import blocks, check_dense, kernels, matrix, on_device, runs_kernels, token_strides
+from layers.fused.launch import blocks, check_dense, kernels, matrix, runs_kernels, token_strides
+from layers.neighborhood_attention.backend import on_device
 
 MAX_CHANNELS = 256
 """A tile of tokens, its residual in fp32 and the weights of a step must fit a multiprocessor."""

@@ -3,7 +3,8 @@
 import torch
 
 from layers.fused import reference
-from layers.fused.launch import kernels, on_device, runs_kernels
+from layers.fused.launch import kernels, runs_kernels
+from layers.neighborhood_attention.backend import on_device
 
 _BLOCK = 1024
 

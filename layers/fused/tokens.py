@@ -3,7 +3,8 @@
 import torch
 
 from layers.fused import reference
-from layers.fused.launch import check_dense, kernels, on_device, runs_kernels
+from layers.fused.launch import check_dense, kernels, runs_kernels
+from layers.neighborhood_attention.backend import on_device
 
 _TILE = 4096  # elements of a program
 _BLOCK = 4096

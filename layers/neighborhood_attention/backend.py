@@ -3,6 +3,7 @@
 Layouts: geometry.py.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ import torch
 
 Size = tuple[int, int, int]
 Attend = Callable[..., torch.Tensor]
+
+OLDEST = 80
+"""The first NVIDIA architecture with bf16 on tensor cores."""
+AMD = ("gfx942", "gfx950")
+"""Those that our Triton kernels are compiled for and checked."""
 
 IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, KeyError, TypeError, ValueError)
 """What a package that is installed but broken raises as it is imported: an undefined symbol is an ImportError or an
@@ -63,8 +69,7 @@ class Target:
     @property
     def compute_capability(self) -> int | None:
         """90 for sm90; None where this is not an NVIDIA GPU."""
-        number = self.arch.removeprefix("sm")
-        return int(number) if number != self.arch and number.isdigit() else None
+        return compute_capability(self.arch)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,23 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip is not None:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     return "sm{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def compute_capability(arch: str) -> int | None:
+    """90 for sm90; None where this is not an NVIDIA GPU."""
+    number = arch.removeprefix("sm")
+    return int(number) if number != arch and number.isdigit() else None
+
+
+def runs_our_triton(arch: str) -> bool:
+    """Whether our Triton kernels are for this architecture: NVIDIA from OLDEST on, and the chips of AMD."""
+    capability = compute_capability(arch)
+    return arch in AMD or (capability is not None and capability >= OLDEST)
+
+
+def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 @functools.cache

@@ -2,13 +2,20 @@
 
 import torch
 
-from layers.neighborhood_attention.backend import Backend, Size, Target, Unserved, kernel_errors, own_words
+from layers.neighborhood_attention.backend import (
+    AMD,
+    OLDEST,
+    Backend,
+    Size,
+    Target,
+    Unserved,
+    kernel_errors,
+    own_words,
+    runs_our_triton,
+)
 from layers.neighborhood_attention.configs import RowConfig
 from layers.neighborhood_attention.flash import choose_config, na3d_flash_attn, triton_version
 from layers.neighborhood_attention.sdpa import neighborhood_attention_sdpa
-
-_OLDEST = 80  # bf16 on tensor cores
-_AMD = ("gfx942", "gfx950")  # those that the kernels are compiled for and checked
 
 
 def make_triton(target: Target) -> Backend:
@@ -17,9 +24,8 @@ def make_triton(target: Target) -> Backend:
     Raises RuntimeError where Triton is not installed, the architecture or dtype is not supported, or the kernels cannot
     be built or take a kernel size.
     """
-    capability = target.compute_capability
-    if target.arch not in _AMD and (capability is None or capability < _OLDEST):
-        raise RuntimeError(f"needs NVIDIA sm{_OLDEST} or newer, or {' or '.join(_AMD)}; this is {target.place}")
+    if not runs_our_triton(target.arch):
+        raise RuntimeError(f"needs NVIDIA sm{OLDEST} or newer, or {' or '.join(AMD)}; this is {target.place}")
     if target.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"takes bfloat16 and float16 and this run is {target.dtype_name} (--dtype bf16)")
     triton_version()

@@ -1,6 +1,5 @@
 """na3d_flash_attn: 3-D neighborhood flash attention in Triton."""
 
-import contextlib
 import functools
 import math
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from layers.neighborhood_attention import configs
+from layers.neighborhood_attention.backend import on_device
 from layers.neighborhood_attention.configs import RowConfig, TileConfig
 from layers.neighborhood_attention.geometry import Axis, check_inputs
 from layers.neighborhood_attention.race import faster_schedule
@@ -57,8 +57,7 @@ def na3d_flash_attn(
     bound = None if softmax_bound is None or q.dtype == torch.float16 else softmax_bound * _LOG2E
     if isinstance(config, RowConfig) and kernel[2] > config.max_kernel_w:
         raise ValueError(f"{config} takes kernels up to {config.max_kernel_w} wide; got {kernel[2]}")
-    # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+    with on_device(q):
         if isinstance(config, RowConfig):
             _launch_row(q, k, v, out, axes, kernel, bound, config)
         else:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from layers.fused import narrow
 from layers.fused.heads import HeadNorms, Rotary, norm_rotate_heads, rotary_table
 from layers.fused.tokens import add_rms_norm_, rms_norm, silu_mul_
+from layers.neighborhood_attention.backend import Size
 from runner_models.ltx2.qkv import joint_weights, plain_linear
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)

@@ -155,14 +155,11 @@ class StepExit:
 
     def push(self, frames: torch.Tensor) -> Iterator[torch.Tensor]:
         """(B, n, H, W, C) -> (B, n, 3, 4 H, 4 W) pixels, or their bytes."""
-        norm, patches = self.decoder.norm_out, None
+        norm, conv_out = self.decoder.norm_out, self.decoder.conv_out
+        patches = frames.new_empty((*frames.shape[:-1], conv_out.out_features))
         for index, x in frame_slices(frames):
-            part = self.decoder.conv_out(rms_norm(x, norm.weight, eps=norm.eps))
-            if patches is None:
-                patches = part.new_empty((*frames.shape[:-1], part.shape[-1]))
-            patches[:, index] = part
+            patches[:, index] = conv_out(rms_norm(x, norm.weight, eps=norm.eps))
         del frames
-        assert patches is not None
         yield self._finished(patches)
 
     def _finished(self, patches: torch.Tensor) -> torch.Tensor:

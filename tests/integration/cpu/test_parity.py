@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compare_reference import GUIDANCE_OFF
 from diffusers import (
     LTX2ImageToVideoPipeline,
     LTX2LatentUpsamplePipeline,
@@ -30,16 +31,6 @@ from runner_models.ltx2.pipeline import Ltx2Model
 TOLERANCE = 1e-5
 SIZE = {"height": 256, "width": 320, "num_frames": 17}
 PROMPT = "a cat dancing in the rain"
-GUIDANCE_OFF = {
-    "guidance_scale": 1.0,
-    "stg_scale": 0.0,
-    "modality_scale": 1.0,
-    "guidance_rescale": 0.0,
-    "audio_guidance_scale": 1.0,
-    "audio_stg_scale": 0.0,
-    "audio_modality_scale": 1.0,
-    "audio_guidance_rescale": 0.0,
-}
 
 
 def _picture() -> Image.Image:
