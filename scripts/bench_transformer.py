@@ -6,20 +6,25 @@
 
 Released architecture, random weights made on the device, bf16 on a GPU. Every variant is compared with the stock eager
 forward before it is timed (on several ranks: with the stock forward of the whole on each rank); the variants of a stage
-are interleaved. The last line of stdout is one JSON object.
+are interleaved. On several ranks two more are timed: the whole, compiled, on each GPU alone, and this rank's share with
+its transfers left out, whose difference to "compiled" is what communication costs. The last line of stdout is one JSON
+object.
 """
 
 import argparse
+import copy
 import functools
 import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from arguments import at_least, check_device, output_file
 
+from layers import ulysses
 from layers.attention_backends import select_backend
 from layers.parallel_state import ParallelState
 from runner import distributed
@@ -31,6 +36,10 @@ from runner_models.ltx2.transformer import parallelize
 
 TOLERANCE = 2e-2
 """Relative L2 in bf16, through 48 blocks; a wrong shard or a stale graph is at 1e-1 and above."""
+
+
+ALONE = "compiled, one GPU"
+NO_TRANSFERS = "compiled, no transfers"
 
 
 def make_inputs(model: Any, counts: TokenCounts, *, prompt_tokens: int, device: torch.device) -> dict[str, Any]:
@@ -87,6 +96,21 @@ def relative_l2(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
+def with_the_same_weights(model: Any) -> Any:
+    """A second model whose parameters are the first one's."""
+    return copy.deepcopy(model, memo={id(parameter): parameter for parameter in model.parameters()})
+
+
+def without_transfers(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The same work on this rank's own numbers: what it computes is wrong, and nothing is sent."""
+
+    def run() -> Any:
+        with mock.patch.object(ulysses, "start_all_to_all", lambda x, group: x.clone()):
+            return call()
+
+    return run
+
+
 @torch.inference_mode()
 def bench(arguments: argparse.Namespace, state: ParallelState) -> dict[str, Any]:
     """Rows of every stage and variant."""
@@ -99,13 +123,16 @@ def bench(arguments: argparse.Namespace, state: ParallelState) -> dict[str, Any]
         head_dim=config["attention_head_dim"],
         needs_lse=state.ring_degree > 1,
     )
-    models: dict[str, Any] = {}
-    for name in ("stock", "eager", "compiled"):
-        torch.manual_seed(0)
-        models[name] = build_component("transformer", config, device=device, dtype=dtype)
-        if name != "stock":
-            parallelize(models[name], state, backend=backend)
-    compile_blocks(models["compiled"])
+    torch.manual_seed(0)
+    models: dict[str, Any] = {"stock": build_component("transformer", config, device=device, dtype=dtype)}
+    names = ["eager", "compiled"]
+    if state.sequence_degree > 1:
+        names += [ALONE, *([NO_TRANSFERS] if state.ring_degree == 1 else [])]
+    for name in names:
+        models[name] = with_the_same_weights(models["stock"])
+        parallelize(models[name], ParallelState() if name == ALONE else state, backend=backend)
+        if name != "eager":
+            compile_blocks(models[name])
     rows = []
     stages = token_counts(
         DISTILLED, height=arguments.height, width=arguments.width, num_frames=arguments.num_frames, frame_rate=24.0
@@ -114,16 +141,20 @@ def bench(arguments: argparse.Namespace, state: ParallelState) -> dict[str, Any]
         inputs = make_inputs(models["stock"], counts, prompt_tokens=arguments.prompt_tokens, device=device)
         want = models["stock"](**inputs)
         errors, compiling = {}, {}
-        for name in ("eager", "compiled"):
+        calls: dict[str, Callable[[], Any]] = {n: functools.partial(model, **inputs) for n, model in models.items()}
+        if NO_TRANSFERS in calls:
+            calls[NO_TRANSFERS] = without_transfers(calls[NO_TRANSFERS])
+        for name in names:
             before = compile_seconds()
-            got = models[name](**inputs)
+            got = calls[name]()
             compiling[name] = compile_seconds() - before
+            if name == NO_TRANSFERS:
+                continue
             errors[name] = max(relative_l2(g, w) for g, w in zip(got, want, strict=True))
             if not errors[name] <= TOLERANCE:
                 raise SystemExit(
                     f"stage {stage}, {name}: relative L2 {errors[name]:.1e} to the stock forward; not timed"
                 )
-        calls = {name: functools.partial(model, **inputs) for name, model in models.items()}
         for name, times in interleaved(calls, rounds=arguments.rounds, device=device).items():
             rows.append(
                 {
@@ -180,11 +211,11 @@ def main() -> None:
             return
         stock = {row["stage"]: row["median_ms"] for row in result["rows"] if row["variant"] == "stock"}
         print(f"{result['device']}, {result['dtype']}, {result['layers']} layers, torch {result['versions']['torch']}")
-        print(f"{'stage':>5} {'variant':<9} {'tokens':>7} {'median ms':>10} {'min':>8} {'max':>8} {'x stock':>8}  L2")
+        print(f"{'stage':>5} {'variant':<22} {'tokens':>7} {'median ms':>10} {'min':>8} {'max':>8} {'x stock':>8}  L2")
         for row in result["rows"]:
             error = "" if row["relative_l2"] is None else f"{row['relative_l2']:.1e}"
             print(
-                f"{row['stage']:>5} {row['variant']:<9} {row['video_tokens']:>7} {row['median_ms']:>10.1f} "
+                f"{row['stage']:>5} {row['variant']:<22} {row['video_tokens']:>7} {row['median_ms']:>10.1f} "
                 f"{row['min_ms']:>8.1f} {row['max_ms']:>8.1f} {stock[row['stage']] / row['median_ms']:>8.2f}  {error}"
             )
         if arguments.out:
