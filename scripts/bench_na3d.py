@@ -3,13 +3,14 @@
     python scripts/bench_na3d.py --out benchmarks/na3d_h200.json
     python scripts/bench_na3d.py --plot benchmarks/na3d_h200.json      (no GPU needed; writes an .svg beside the json)
 
-Variants: ours (row, tile, tile with a softmax bound), tiled SDPA, and NATTEN and AITER where installed; on contiguous
-inputs and on the views of a fused QKV projection (a variant that must copy them first is timed with its copies). Useful
-FLOPs are 4 * head_dim * batch * T * H * W * heads * prod(kernel). The ceiling is dense cuDNN SDPA at head_dim 64. The
-last line of stdout is one JSON object.
+Variants: ours (row, tile, tile with a softmax bound, on Hopper also the tile kernel of the other architectures), tiled
+SDPA, and NATTEN, comfy-kitchen and AITER where installed; on contiguous inputs and on the views of a fused QKV
+projection (a variant that must copy them first is timed with its copies). Useful FLOPs are 4 * head_dim * batch * T * H
+* W * heads * prod(kernel). The ceiling is dense cuDNN SDPA at head_dim 64. The last line of stdout is one JSON object.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import math
@@ -90,6 +91,9 @@ def variants_of(kernel: tuple[int, int, int]) -> dict[str, Callable[..., torch.T
         "tile_bound": lambda q, k, v: na3d_flash_attn(q, k, v, kernel, config=tile, softmax_bound=BOUND),
         "sdpa": lambda q, k, v: neighborhood_attention_sdpa(q, k, v, kernel),
     }
+    if tile.hopper:
+        portable = dataclasses.replace(tile, hopper=False)
+        found["tile_portable"] = lambda q, k, v: na3d_flash_attn(q, k, v, kernel, config=portable)
     if importlib.util.find_spec("natten"):
         from natten.functional import na3d
 

@@ -57,6 +57,7 @@ def tile_candidates(amd: bool, hopper: bool) -> list[TileConfig]:
         found.append(TileConfig(tile, 32, 4, 3, True, True, True, 128))
         found.append(TileConfig(tile, 128, 4, 2, False, True, True, 168))
         found.append(TileConfig(tile, 128, 4, 2, False, False, True, 0))
+        found += [TileConfig(tile, 64, 4, 3, True, True, True, limit, hopper=True) for limit in (128, 168)]
     return found + [TileConfig(tile, 64, 8, stages, True, True, True, 128) for tile in large for stages in (2, 3)]
 
 

@@ -25,7 +25,9 @@ class TileConfig:
     """Blocks of `tile` = (T, H, W) queries against blocks of `block_kv` keys.
 
     skip_exp: PTX jump over planes that a warp cannot see; q_in_registers, partial_sums, max_registers: see
-    kernel_tile.py. waves_per_eu and mfma_size (matrix_instr_nonkdim) go to the AMD compiler, 0 leaves them to it.
+    kernel_tile.py. hopper: kernel_tile_hopper.py where it fits a call (bf16), with max_registers; the others then serve
+    calls that it does not fit. waves_per_eu and mfma_size (matrix_instr_nonkdim) go to the AMD compiler, 0 leaves them
+    to it.
     """
 
     tile: tuple[int, int, int]
@@ -38,6 +40,7 @@ class TileConfig:
     max_registers: int = 0
     waves_per_eu: int = 0
     mfma_size: int = 0
+    hopper: bool = False
 
     def __post_init__(self) -> None:
         queries = math.prod(self.tile)
@@ -50,6 +53,10 @@ class TileConfig:
                 raise ValueError(
                     f"skip_exp needs 16 queries of one T plane per warp and 16 or 32 scores per thread; got {self}"
                 )
+        if self.hopper and not (self.skip_exp and queries == self.block_kv == 64 and sum(self.tile) <= 16):
+            raise ValueError(
+                f"hopper needs skip_exp, block_kv 64 and 64 queries in a tile whose sides sum to at most 16; got {self}"
+            )
 
     @property
     def scores_per_thread(self) -> int:

@@ -184,19 +184,50 @@ def _launch_tile(
         if bound is None:
             checked, scan = True, _SCAN
             flags = torch.empty((batch * heads, tiles), dtype=torch.int32, device=q.device)
-        ptx = config.skip_exp and q.element_size() == 2 and not _is_amd()
-        tile_kernel[(tiles, batch * heads)](
-            q, k, v, out, flags, *positions, heads, _shift(bound), *strides, *block,
-            checked, wide, int(config.pads_rest(kernel)), config.scores_per_thread if ptx else 0,
-            config.partial_sums, config.q_in_registers, config.stages, num_stages=config.stages,
-            **options, **({"maxnreg": config.max_registers} if config.max_registers else {}),
-        )  # fmt: skip
+        limit = {"maxnreg": config.max_registers} if config.max_registers else {}
+        grid = _hopper_grid(axes, kernel, batch * heads, strides[1:3], config) if q.dtype == torch.bfloat16 else None
+        if grid:
+            _hopper_kernel()[grid](
+                q, k, v, out, flags, *positions, heads, _shift(bound), *strides, *block, checked,
+                int(config.pads_rest(kernel)), num_warps=config.warps, **limit,
+            )  # fmt: skip
+        else:
+            ptx = config.skip_exp and q.element_size() == 2 and not _is_amd()
+            tile_kernel[(tiles, batch * heads)](
+                q, k, v, out, flags, *positions, heads, _shift(bound), *strides, *block,
+                checked, wide, int(config.pads_rest(kernel)), config.scores_per_thread if ptx else 0,
+                config.partial_sums, config.q_in_registers, config.stages, num_stages=config.stages,
+                **options, **limit,
+            )  # fmt: skip
     if q.dtype == torch.float16 or checked:
         stages = min(config.stages, 2)
         exact_kernel[(-(-tiles // scan) if scan else tiles, batch * heads)](
             q, k, v, out, flags, tiles, *positions, heads, *strides, *block, wide, scan, stages,
             num_stages=stages, **options,
         )  # fmt: skip
+
+
+@functools.cache
+def _hopper_kernel() -> Any:
+    """Apart from the others: Gluon is neither interpreted nor compiled for AMD."""
+    from layers.neighborhood_attention import kernel_tile_hopper
+
+    return kernel_tile_hopper.tile_hopper_kernel
+
+
+def _hopper_grid(
+    axes: Sequence[Axis],
+    kernel: tuple[int, int, int],
+    batch_heads: int,
+    strides: Sequence[tuple[int, ...]],
+    config: TileConfig,
+) -> tuple[int, int, int] | None:
+    """Grid of tile_hopper_kernel for k, v of these strides; None where it does not fit the call (see there)."""
+    t, h, w = (-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True))
+    union = [n + kernel_len - 1 for n, kernel_len in zip(config.tile, kernel, strict=True)]
+    reach = max(sum(n * step for n, step in zip(union, s[1:4], strict=True)) for s in strides)
+    fits = config.hopper and union[2] >= 8 and reach < 2**31 - 256 and h * t < 2**16 and batch_heads < 2**16
+    return (w, h * t, batch_heads) if fits else None
 
 
 def triton_version() -> str:

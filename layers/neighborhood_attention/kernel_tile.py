@@ -15,7 +15,17 @@ unnecessary. fp16 always takes `tile_exact_kernel`.
 import triton
 import triton.language as tl
 
-from layers.neighborhood_attention.kernel_math import GEOMETRY, HIDDEN, LOG2E, online_softmax, window_start
+from layers.neighborhood_attention.kernel_math import (
+    GEOMETRY,
+    HIDDEN,
+    LOG2E,
+    cell_offsets,
+    key_offsets,
+    online_softmax,
+    probabilities,
+    union,
+    window_start,
+)  # fmt: skip
 
 
 def _name(proxy) -> str:
@@ -24,36 +34,6 @@ def _name(proxy) -> str:
     if "SCAN" in c:
         return f"na3d_tile_exact_{block}"
     return f"na3d_tile_{block}" + ("_checked" if c["CHECKED"] else "_bounded")
-
-
-def _jump_over_hidden_rows(pack: int) -> tuple[str, str]:
-    """PTX for 2**(s * log2(e) - shift) of `pack` scores of one thread, all 0 without an exponential if hidden != 0.
-
-    The scores of a warp lie in one T plane of queries, so a warp whose windows miss the key plane jumps: 4 % on H200.
-    """
-    lines = ["{", ".reg .pred hidden;", ".reg .f32 t;", f"setp.ne.f32 hidden, ${3 * pack}, 0f00000000;"]
-    lines += ["@!hidden bra SEEN;", *(f"mov.b32 ${i}, 0;" for i in range(pack)), "bra DONE;", "SEEN:"]
-    for i in range(pack):
-        lines.append(f"fma.rn.f32 t, ${pack + i}, 0f3FB8AA3B, ${2 * pack + i};")  # log2(e)
-        lines.append(f"ex2.approx.ftz.f32 ${i}, t;")
-    return "\n".join([*lines, "DONE:", "}"]), ",".join(["=f"] * pack + ["f"] * (3 * pack))
-
-
-_PTX_16, _CONSTRAINTS_16 = (tl.constexpr(x) for x in _jump_over_hidden_rows(16))
-_PTX_32, _CONSTRAINTS_32 = (tl.constexpr(x) for x in _jump_over_hidden_rows(32))
-
-
-@triton.jit
-def _probabilities(s, shift, seen, SKIP_EXP: tl.constexpr):
-    """2**(s * log2(e) - shift), and 0 in rows that are not `seen`; SKIP_EXP: scores per thread, or 0 for no PTX."""
-    if SKIP_EXP > 0:
-        PTX: tl.constexpr = _PTX_16 if SKIP_EXP == 16 else _PTX_32
-        CONSTRAINTS: tl.constexpr = _CONSTRAINTS_16 if SKIP_EXP == 16 else _CONSTRAINTS_32
-        hidden = tl.where(seen, 0.0, 1.0)[:, None]
-        p = tl.inline_asm_elementwise(PTX, CONSTRAINTS, [s, -shift, hidden], tl.float32, is_pure=True, pack=SKIP_EXP)
-    else:
-        p = tl.exp2(s * LOG2E + (tl.where(seen, 0.0, HIDDEN) - shift)[:, None])
-    return p
 
 
 @triton.jit
@@ -65,14 +45,6 @@ def _tile_of(pid, axis_t, axis_h, axis_w, QT: tl.constexpr, QH: tl.constexpr, QW
 
 
 @triton.jit
-def _union(q0, axis, BLOCK: tl.constexpr, KERNEL: tl.constexpr):
-    """First key of the union of the windows of queries q0 .. q0 + BLOCK, and how many keys it has."""
-    first = window_start(axis[0] + q0, axis, KERNEL)
-    last = window_start(axis[0] + tl.minimum(q0 + BLOCK, axis[1]) - 1, axis, KERNEL)
-    return first, last + KERNEL - first
-
-
-@triton.jit
 def _queries(t0, h0, w0, axis_t, axis_h, axis_w, QT: tl.constexpr, QH: tl.constexpr, QW: tl.constexpr):
     """Indices of the tile's queries, clamped to what exists, and which of them exist."""
     i = tl.arange(0, QT * QH * QW)
@@ -81,13 +53,6 @@ def _queries(t0, h0, w0, axis_t, axis_h, axis_w, QT: tl.constexpr, QH: tl.conste
     w = w0 + i % QW
     exists = (t < axis_t[1]) & (h < axis_h[1]) & (w < axis_w[1])
     return tl.minimum(t, axis_t[1] - 1), tl.minimum(h, axis_h[1] - 1), tl.minimum(w, axis_w[1] - 1), exists
-
-
-@triton.jit
-def _cell_offsets(b, head, t, h, w, strides):
-    """Element offsets of cells, in 64 bits."""
-    cell = tl.cast(t, tl.int64) * strides[1] + tl.cast(h, tl.int64) * strides[2] + tl.cast(w, tl.int64) * strides[3]
-    return b * strides[0] + head * strides[4] + cell
 
 
 @triton.jit
@@ -117,15 +82,6 @@ def _mask_bias(
     hidden = ((key < start) | (key >= start + size)) & (c < QH + QW)[:, None]
     NEGATIVE: tl.constexpr = -60000.0 if dtype == tl.float16 else HIDDEN
     return tl.where(hidden, NEGATIVE, 0.0).to(dtype)
-
-
-@triton.jit
-def _key_offsets(key_h, key_w, room_h, room_w, strides, WIDE: tl.constexpr):
-    """Offsets of (h, w) cells of the union from its first cell; cells beyond the keys repeat the last one."""
-    OFFSET: tl.constexpr = tl.int64 if WIDE else tl.int32
-    h = tl.cast(tl.minimum(key_h, room_h), OFFSET)
-    w = tl.cast(tl.minimum(key_w, room_w), OFFSET)
-    return h * tl.cast(strides[2], OFFSET) + w * tl.cast(strides[3], OFFSET)
 
 
 @triton.jit
@@ -163,21 +119,21 @@ def tile_kernel(
     b = tl.cast(tl.program_id(1) // heads, tl.int64)
     head = tl.cast(tl.program_id(1) % heads, tl.int64)
     t0, h0, w0 = _tile_of(pid, axis_t, axis_h, axis_w, QT, QH, QW)
-    first_t, planes = _union(t0, axis_t, QT, KT)
-    first_h, rows = _union(h0, axis_h, QH, KH)
-    first_w, _ = _union(w0, axis_w, QW, KW)
+    first_t, planes = union(t0, axis_t, QT, KT)
+    first_h, rows = union(h0, axis_h, QH, KH)
+    first_w, _ = union(w0, axis_w, QW, KW)
     t, h, w, exists = _queries(t0, h0, w0, axis_t, axis_h, axis_w, QT, QH, QW)
     d = tl.arange(0, HEAD_DIM)
-    q = tl.load(Q + _cell_offsets(b, head, t, h, w, q_strides)[:, None] + d[None, :])
+    q = tl.load(Q + cell_offsets(b, head, t, h, w, q_strides)[:, None] + d[None, :])
     if Q_IN_REGISTERS:
         # q times the identity is q in the accumulator's layout: the score product then reads it from registers, which
         # frees its shared memory for a fourth program on the multiprocessor: 20.9 -> 17.8 ms at 79x192x192 on H200.
         q = tl.dot(q, tl.where(d[:, None] == d[None, :], 1.0, 0.0).to(dtype)).to(dtype)
     start_t = window_start(axis_t[0] + t, axis_t, KT) - first_t
     q_mask = _one_hot(dtype, QT, QH, QW, CHANNELS)
-    k_union = K + _cell_offsets(b, head, first_t, first_h, first_w, k_strides)
+    k_union = K + cell_offsets(b, head, first_t, first_h, first_w, k_strides)
     v_steps = k_strides if SAME_STRIDES else v_strides  # k's offsets then serve v: registers are scarce
-    v_union = V + _cell_offsets(b, head, first_t, first_h, first_w, v_steps)
+    v_union = V + cell_offsets(b, head, first_t, first_h, first_w, v_steps)
     room_h = axis_h[2] - 1 - first_h
     room_w = axis_w[2] - 1 - first_w
     n = tl.arange(0, BLOCK_KV)
@@ -188,8 +144,8 @@ def tile_kernel(
         cell = block * BLOCK_KV + n
         key_h = cell // WIDTH
         key_w = cell % WIDTH
-        k_cells = _key_offsets(key_h, key_w, room_h, room_w, k_strides, WIDE)[:, None] + d[None, :]
-        v_cells = _key_offsets(key_h, key_w, room_h, room_w, v_steps, WIDE)[:, None] + d[None, :]
+        k_cells = key_offsets(key_h, key_w, room_h, room_w, k_strides, WIDE)[:, None] + d[None, :]
+        v_cells = key_offsets(key_h, key_w, room_h, room_w, v_steps, WIDE)[:, None] + d[None, :]
         k_mask = _mask_bias(
             key_h, key_w, h0, w0, first_h, first_w, axis_h, axis_w, dtype, KH, KW, QH, QW, CHANNELS
         )  # fmt: skip
@@ -197,7 +153,7 @@ def tile_kernel(
             k = tl.load(k_union + tl.cast(plane, tl.int64) * k_strides[1] + k_cells)
             s = tl.dot(q_mask, k_mask, input_precision="ieee")
             s = tl.dot(q, tl.trans(k), s, input_precision="ieee")
-            p = _probabilities(s, shift, (plane >= start_t) & (plane < start_t + KT), SKIP_EXP)
+            p = probabilities(s, shift, (plane >= start_t) & (plane < start_t + KT), SKIP_EXP)
             v = tl.load(v_union + tl.cast(plane, tl.int64) * v_steps[1] + v_cells)
             l, acc = _add(l, acc, p, v, PARTIAL_SUMS)
 
@@ -213,8 +169,8 @@ def tile_kernel(
         key_h = cell // WIDTH
         key_w = cell % WIDTH
         k_plane = tl.cast(tl.minimum(plane, planes - 1), tl.int64)
-        k_cells = k_plane * k_strides[1] + _key_offsets(key_h, key_w, room_h, room_w, k_strides, WIDE)
-        v_cells = k_plane * v_steps[1] + _key_offsets(key_h, key_w, room_h, room_w, v_steps, WIDE)
+        k_cells = k_plane * k_strides[1] + key_offsets(key_h, key_w, room_h, room_w, k_strides, WIDE)
+        v_cells = k_plane * v_steps[1] + key_offsets(key_h, key_w, room_h, room_w, v_steps, WIDE)
         k = tl.load(k_union + k_cells[:, None] + d[None, :])
         v = tl.load(v_union + v_cells[:, None] + d[None, :])
         k_mask = _mask_bias(
@@ -232,8 +188,8 @@ def tile_kernel(
         good = (l > 2.0**-64) & (l < 2.0**64)  # also false for NaN
         flag = tl.max(tl.where(good, 0, 1), 0)
         tl.store(FLAGS + tl.cast(tl.program_id(1), tl.int64) * tl.num_programs(0) + pid, flag)
-    cells = _cell_offsets(b, head, t, h, w, out_strides)[:, None] + d[None, :]
-    tl.store(OUT + cells, (acc / l[:, None]).to(dtype), mask=exists[:, None])
+    cells = cell_offsets(b, head, t, h, w, out_strides)[:, None] + d[None, :]
+    tl.store(OUT + cells, (acc * (1.0 / l)[:, None]).to(dtype), mask=exists[:, None])
 
 
 @triton.jit
@@ -248,17 +204,17 @@ def _exact_tile(
     WIDTH: tl.constexpr = QW + KW - 1
     dtype: tl.constexpr = Q.dtype.element_ty
     t0, h0, w0 = _tile_of(pid, axis_t, axis_h, axis_w, QT, QH, QW)
-    first_t, planes = _union(t0, axis_t, QT, KT)
-    first_h, rows = _union(h0, axis_h, QH, KH)
-    first_w, _ = _union(w0, axis_w, QW, KW)
+    first_t, planes = union(t0, axis_t, QT, KT)
+    first_h, rows = union(h0, axis_h, QH, KH)
+    first_w, _ = union(w0, axis_w, QW, KW)
     t, h, w, exists = _queries(t0, h0, w0, axis_t, axis_h, axis_w, QT, QH, QW)
     d = tl.arange(0, HEAD_DIM)
-    q = tl.load(Q + _cell_offsets(b, head, t, h, w, q_strides)[:, None] + d[None, :])
+    q = tl.load(Q + cell_offsets(b, head, t, h, w, q_strides)[:, None] + d[None, :])
     start_t = window_start(axis_t[0] + t, axis_t, KT) - first_t
     q_mask = _one_hot(dtype, QT, QH, QW, CHANNELS)
-    k_union = K + _cell_offsets(b, head, first_t, first_h, first_w, k_strides)
+    k_union = K + cell_offsets(b, head, first_t, first_h, first_w, k_strides)
     v_steps = k_strides if SAME_STRIDES else v_strides  # k's offsets then serve v: registers are scarce
-    v_union = V + _cell_offsets(b, head, first_t, first_h, first_w, v_steps)
+    v_union = V + cell_offsets(b, head, first_t, first_h, first_w, v_steps)
     n = tl.arange(0, BLOCK_KV)
     m = tl.full((QUERIES,), -3e38, tl.float32)
     l = tl.zeros((QUERIES,), tl.float32)
@@ -268,8 +224,8 @@ def _exact_tile(
         key_w = (block * BLOCK_KV + n) % WIDTH
         room_h = axis_h[2] - 1 - first_h
         room_w = axis_w[2] - 1 - first_w
-        k_cells = _key_offsets(key_h, key_w, room_h, room_w, k_strides, WIDE)[:, None] + d[None, :]
-        v_cells = _key_offsets(key_h, key_w, room_h, room_w, v_steps, WIDE)[:, None] + d[None, :]
+        k_cells = key_offsets(key_h, key_w, room_h, room_w, k_strides, WIDE)[:, None] + d[None, :]
+        v_cells = key_offsets(key_h, key_w, room_h, room_w, v_steps, WIDE)[:, None] + d[None, :]
         k_mask = _mask_bias(
             key_h, key_w, h0, w0, first_h, first_w, axis_h, axis_w, dtype, KH, KW, QH, QW, CHANNELS
         )  # fmt: skip
@@ -281,8 +237,8 @@ def _exact_tile(
             s = s * LOG2E + tl.where(seen, 0.0, HIDDEN)[:, None]
             v = tl.load(v_union + tl.cast(plane, tl.int64) * v_steps[1] + v_cells)
             m, l, acc = online_softmax(s, m, l, acc, v)
-    cells = _cell_offsets(b, head, t, h, w, out_strides)[:, None] + d[None, :]
-    tl.store(OUT + cells, (acc / l[:, None]).to(dtype), mask=exists[:, None])
+    cells = cell_offsets(b, head, t, h, w, out_strides)[:, None] + d[None, :]
+    tl.store(OUT + cells, (acc * (1.0 / l)[:, None]).to(dtype), mask=exists[:, None])
 
 
 @triton.jit(do_not_specialize=["tiles", *GEOMETRY, "heads"], repr=_name)

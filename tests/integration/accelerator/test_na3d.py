@@ -1,5 +1,7 @@
 """na3d_flash_attn on a GPU, in the dtypes it ships in, against tiled SDPA in fp32."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -71,9 +73,18 @@ def test_bf16_matches_sdpa(shape, kernel, schedule, bound):
     check(na3d_flash_attn(q, k, v, kernel, config=config, softmax_bound=bound), q, k, v, kernel)
 
 
+@pytest.mark.parametrize(("shape", "kernel"), [PUBLISHED[0], PUBLISHED[1], PUBLISHED[3], OURS[3]], ids=str)
+def test_tile_of_other_architectures(shape, kernel):
+    """Where the json chooses the Hopper kernel: the Triton one, which calls take that do not fit it."""
+    config = na_configs.load(na_configs.arch_of(torch.device("cuda", 0))).tile(kernel, shape[-1])
+    q, k, v = fused_qkv(shape)
+    check(na3d_flash_attn(q, k, v, kernel, config=dataclasses.replace(config, hopper=False)), q, k, v, kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "views"])
-def test_fp16_and_layouts(contiguous):
-    q, k, v = fused_qkv((1, 12, 20, 28, 2, 64), dtype=torch.float16)
+def test_layouts(contiguous, dtype):
+    q, k, v = fused_qkv((1, 12, 20, 28, 2, 64), dtype=dtype)
     if contiguous:
         q, k, v = (x.contiguous() for x in (q, k, v))
     check(na3d_flash_attn(q, k, v, (5, 7, 7)), q, k, v, (5, 7, 7))
@@ -116,14 +127,19 @@ def test_largest_bound():
 
 def test_more_than_2_to_the_31_elements():
     """Fused projections of 8e9 elements, an output of 2.7e9; checked where the offsets are largest."""
-    shape, kernel = (1, 40, 512, 512, 4, 64), (3, 3, 3)
+    shape, kernel = (1, 40, 512, 512, 4, 64), (3, 5, 5)
     q, k, v = fused_qkv(shape)
     assert q.numel() > 2**31
-    for config in (None, na_configs.load("sm90").row(kernel, 64)):
+    arch = na_configs.load("sm90")
+    for config in (
+        arch.tile(kernel, 64),
+        dataclasses.replace(arch.tile(kernel, 64), hopper=False),
+        arch.row(kernel, 64),
+    ):
         out = na3d_flash_attn(q, k, v, kernel, config=config)
         last = (slice(None), slice(37, 40), slice(500, 512), slice(490, 512))
-        keys = (slice(None), slice(36, 40), slice(499, 512), slice(489, 512))
-        offsets = {"q_start": (37, 500, 490), "kv_start": (36, 499, 489), "grid": shape[1:4]}
+        keys = (slice(None), slice(36, 40), slice(498, 512), slice(488, 512))
+        offsets = {"q_start": (37, 500, 490), "kv_start": (36, 498, 488), "grid": shape[1:4]}
         check(out[last], q[last], k[keys], v[keys], kernel, **offsets)
         assert not out[:, ::13].isnan().any()
 

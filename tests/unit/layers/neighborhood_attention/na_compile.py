@@ -16,8 +16,10 @@ from layers.neighborhood_attention.configs import RowConfig, TileConfig
 def recorded_launches(amd: bool) -> Iterator[list]:
     launches: list = []
     stand_ins = tuple(Recorder(kernel, launches) for kernel in flash._kernels())
+    hopper = Recorder(flash._hopper_kernel(), launches)
     with (
         mock.patch.object(flash, "_kernels", return_value=stand_ins),
+        mock.patch.object(flash, "_hopper_kernel", return_value=hopper),
         mock.patch.object(flash, "_is_amd", return_value=amd),
     ):
         yield launches

@@ -42,8 +42,10 @@ def check(fact, arch, config, head_dim):
     assert fact["flops_per_block"] or arch == "sm100", fact
     if arch == "sm90" and not isinstance(config, RowConfig):
         assert any("HGMMA" in name for name in fact["matrix"]), fact  # wgmma; a row's 16 queries are too few for it
-    # No spill where the work is. NVIDIA kernels at their register limit keep a few words on the stack around the loops.
-    assert fact["spills"][:1] in ([0], []), fact
+    # No spill where the work is. NVIDIA kernels at their register limit keep a few words on the stack around the loops,
+    # the Hopper one also in the branch that begins a block of cells.
+    spills = fact["exposed_spills"] if "hopper" in fact["name"] else fact["spills"]
+    assert spills[:1] in ([0], []), fact
     assert fact["stack_bytes"] <= (0 if arch.startswith("gfx") else 96), fact
     if isinstance(config, RowConfig):
         # The published blocks give 16 or 32 rows to 4 warps, which on AMD repeat the scores: up to 3x the work.
@@ -54,7 +56,8 @@ def check(fact, arch, config, head_dim):
         # tcgen05 multiplies a whole block in one instruction of one thread: nothing to count. head_dim 256 on sm80 has
         # registers for 32 queries only, of which 8 warps repeat the scores.
         return
-    block = 2 * math.prod(config.tile) * config.block_kv
+    steps = 2 if "hopper" in fact["name"] else 1  # in the loop that multiplies
+    block = 2 * math.prod(config.tile) * config.block_kv * steps
     mask = block * config.mask_channels  # the compiler may hoist it out of the loop over planes
     allowed = {mask, block * 2 * head_dim, block * 2 * head_dim + mask}
     assert set(fact["flops_per_block"]) <= allowed, (fact, allowed)
@@ -73,7 +76,7 @@ def test_names_say_schedule_blocks_and_kernel(compiling):
     tile, row = (getattr(configs.load("sm90"), name)((11, 11, 11), 64) for name in ("tile", "row"))
     names = [f["name"] for c in (tile, row) for f in compiling(na_compile.compile_facts, "sm90", c, (11, 11, 11), 64)]
     assert names == [
-        "na3d_tile_4x4x4_kv64_k11x11x11_checked",
+        "na3d_tile_hopper_4x4x4_kv64_k11x11x11_checked",
         "na3d_tile_exact_4x4x4_kv64_k11x11x11",
         "na3d_row_q16_kv32_k11x11x11",
     ]

@@ -10,8 +10,9 @@ import na_calls
 import pytest
 import torch
 
-from layers.neighborhood_attention import MAX_SOFTMAX_BOUND, configs, neighborhood_attention_reference
+from layers.neighborhood_attention import MAX_SOFTMAX_BOUND, configs, flash, neighborhood_attention_reference
 from layers.neighborhood_attention.configs import RowConfig, TileConfig
+from layers.neighborhood_attention.geometry import check_inputs
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}  # relative L2; fp16 rounds probabilities and the output
 F16, F32 = torch.float16, torch.float32
@@ -209,5 +210,23 @@ def test_configs_refuse_what_could_not_run():
         TileConfig((3, 4, 4), 64, 4, 2)
     with pytest.raises(ValueError, match="skip_exp needs"):
         TileConfig((4, 4, 2), 64, 4, 2, skip_exp=True)
+    with pytest.raises(ValueError, match="hopper needs"):
+        TileConfig((4, 4, 4), 32, 4, 2, skip_exp=True, hopper=True)
     with pytest.raises(ValueError, match="schedule row of sm90 takes kernels up to 33 wide; got 35"):
         SM90.row((3, 5, 35), 64)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "strides", "batch_heads", "grid"),
+    [
+        ((11, 11, 11), (1 << 20, 1 << 12, 1 << 6), 4, (25, 6 * 13, 4)),
+        ((3, 5, 3), (1 << 20, 1 << 12, 1 << 6), 4, None),  # 8 keys lie in more than two rows of the union
+        ((11, 11, 11), (1 << 28, 1 << 12, 1 << 6), 4, None),  # offsets pass 2**31
+        ((11, 11, 11), (1 << 20, 1 << 12, 1 << 6), 1 << 16, None),  # more than a grid may have
+    ],
+)
+def test_calls_that_the_hopper_kernel_does_not_fit(kernel, strides, batch_heads, grid):
+    axes = check_inputs(*(torch.empty(1, 22, 50, 98, 1, 16, device="meta") for _ in range(3)), kernel)
+    steps = [(0, *strides, 16), (0, *strides, 16)]
+    assert flash._hopper_grid(axes, kernel, batch_heads, steps, SM90.tile(kernel, 64)) == grid
+    assert flash._hopper_grid(axes, kernel, batch_heads, steps, configs.load("sm80").tile(kernel, 64)) is None
