@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -128,10 +129,11 @@ def interleaved(calls: dict[str, Callable[[], torch.Tensor]], seconds: float) ->
         call()
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    begin, rounds = time.monotonic(), 0
+    begin, rounds, order = time.monotonic(), 0, random.Random(0)
     while rounds < 3 or (time.monotonic() - begin < seconds and rounds < 50):
-        for name, call in calls.items():
-            times[name].append(device_milliseconds(call))
+        for name in order.sample(list(calls), len(calls)):
+            calls[name]()
+            times[name].append(device_milliseconds(calls[name]))
         rounds += 1
     return times
 
