@@ -133,7 +133,16 @@ def bench(arguments: argparse.Namespace, state: ParallelState) -> dict[str, Any]
         parallelize(models[name], ParallelState() if name == ALONE else state, backend=backend)
         if name != "eager":
             compile_blocks(models[name])
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {
+        **environment(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "ulysses_degree": state.ulysses_degree,
+        "ring_degree": state.ring_degree,
+        "layers": config["num_layers"],
+        "prompt_tokens": arguments.prompt_tokens,
+        "rows": rows,
+    }
     stages = token_counts(
         DISTILLED, height=arguments.height, width=arguments.width, num_frames=arguments.num_frames, frame_rate=24.0
     )
@@ -170,15 +179,10 @@ def bench(arguments: argparse.Namespace, state: ParallelState) -> dict[str, Any]
                     "compile_seconds": compiling.get(name),
                 }
             )
-    return {
-        **environment(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "ulysses_degree": state.ulysses_degree,
-        "ring_degree": state.ring_degree,
-        "layers": config["num_layers"],
-        "prompt_tokens": arguments.prompt_tokens,
-        "rows": rows,
-    }
+        if arguments.out and state.rank == 0:  # after every stage: the time on a machine may end before the second
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    return result
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -218,9 +222,6 @@ def main() -> None:
                 f"{row['stage']:>5} {row['variant']:<22} {row['video_tokens']:>7} {row['median_ms']:>10.1f} "
                 f"{row['min_ms']:>8.1f} {row['max_ms']:>8.1f} {stock[row['stage']] / row['median_ms']:>8.2f}  {error}"
             )
-        if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result))
 
 
