@@ -175,8 +175,8 @@ def _launch_tile(
     tiles = math.prod(-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True))
     strides = tuple(x.stride()[:5] for x in (q, k, v, out))
     positions = _positions(axes)
-    reach = [n + kernel_len for n, kernel_len in zip(config.tile, kernel, strict=True)]
-    wide = any(reach[1] * s[2] + reach[2] * s[3] + head_dim >= 2**31 for s in strides[1:3])
+    _, rows, columns = _union(config, kernel)
+    wide = any(rows * s[2] + columns * s[3] + head_dim >= 2**31 for s in strides[1:3])
     block = (*kernel, head_dim, *config.tile, config.block_kv, config.mask_channels, strides[1] == strides[2])
     options = {"num_warps": config.warps, **_amd_options(config)}
     flags, checked, scan = q, False, 0
@@ -224,10 +224,16 @@ def _hopper_grid(
 ) -> tuple[int, int, int] | None:
     """Grid of tile_hopper_kernel for k, v of these strides; None where it does not fit the call (see there)."""
     t, h, w = (-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True))
-    union = [n + kernel_len - 1 for n, kernel_len in zip(config.tile, kernel, strict=True)]
+    union = _union(config, kernel)
     reach = max(sum(n * step for n, step in zip(union, s[1:4], strict=True)) for s in strides)
     fits = config.hopper and union[2] >= 8 and reach < 2**31 - 256 and h * t < 2**16 and batch_heads < 2**16
     return (w, h * t, batch_heads) if fits else None
+
+
+def _union(config: TileConfig, kernel: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Planes, rows and columns of the union of a tile's windows, with the rows that padding a block of keys may add."""
+    planes, rows, columns = (n + kernel_len - 1 for n, kernel_len in zip(config.tile, kernel, strict=True))
+    return planes, rows + -(-config.block_kv // columns), columns
 
 
 def triton_version() -> str:

@@ -222,6 +222,7 @@ def test_configs_refuse_what_could_not_run():
         ((11, 11, 11), (1 << 20, 1 << 12, 1 << 6), 4, (25, 6 * 13, 4)),
         ((3, 5, 3), (1 << 20, 1 << 12, 1 << 6), 4, None),  # 8 keys lie in more than two rows of the union
         ((11, 11, 11), (1 << 28, 1 << 12, 1 << 6), 4, None),  # offsets pass 2**31
+        ((11, 11, 11), (0, 2**31 // 16, 1 << 6), 4, None),  # also in the rows that padding adds
         ((11, 11, 11), (1 << 20, 1 << 12, 1 << 6), 1 << 16, None),  # more than a grid may have
     ],
 )
