@@ -3,10 +3,10 @@
     python scripts/bench_na3d.py --out benchmarks/na3d_h200.json
     python scripts/bench_na3d.py --plot benchmarks/na3d_h200.json      (no GPU needed; writes an .svg beside the json)
 
-Variants: ours (row, tile, tile with a softmax bound, on Hopper also the tile kernel of the other architectures), tiled
-SDPA, and NATTEN, comfy-kitchen and AITER where installed; on contiguous inputs and on the views of a fused QKV
-projection (a variant that must copy them first is timed with its copies). Useful FLOPs are 4 * head_dim * batch * T * H
-* W * heads * prod(kernel). The ceiling is dense cuDNN SDPA at head_dim 64. The last line of stdout is one JSON object.
+Variants: ours (row, tile, tile with a softmax bound, on Hopper also the Triton tile kernel), tiled SDPA, and NATTEN,
+comfy-kitchen and AITER where installed; on contiguous inputs and on the views of a fused QKV projection (a variant that
+must copy them first is timed with its copies). Useful FLOPs are 4 * head_dim * batch * T * H * W * heads *
+prod(kernel). The ceiling is dense cuDNN SDPA at head_dim 64. The last line of stdout is one JSON object.
 """
 
 import argparse

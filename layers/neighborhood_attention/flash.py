@@ -185,7 +185,7 @@ def _launch_tile(
             checked, scan = True, _SCAN
             flags = torch.empty((batch * heads, tiles), dtype=torch.int32, device=q.device)
         limit = {"maxnreg": config.max_registers} if config.max_registers else {}
-        grid = _hopper_grid(axes, kernel, batch * heads, strides[1:3], config) if q.dtype == torch.bfloat16 else None
+        grid = _hopper_grid(q, k, v, axes, kernel, config)
         if grid:
             _hopper_kernel()[grid](
                 q, k, v, out, flags, *positions, heads, _shift(bound), *strides, *block, checked,
@@ -216,18 +216,30 @@ def _hopper_kernel() -> Any:
 
 
 def _hopper_grid(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     axes: Sequence[Axis],
     kernel: tuple[int, int, int],
-    batch_heads: int,
-    strides: Sequence[tuple[int, ...]],
     config: TileConfig,
 ) -> tuple[int, int, int] | None:
-    """Grid of tile_hopper_kernel for k, v of these strides; None where it does not fit the call (see there)."""
+    """Grid of tile_hopper_kernel; None where it does not take the call.
+
+    It takes bf16 on sm90; unions 8 columns wide or more; grids of less than 2**16 in two dimensions; and k, v whose
+    offsets within a union stay below 2**31 and whose cells lie at multiples of 16 bytes.
+    """
+    if not config.hopper or q.dtype != torch.bfloat16:
+        return None
+    if q.device.type == "cuda" and configs.arch_of(q.device) != "sm90":
+        return None
     t, h, w = (-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True))
+    batch_heads = q.shape[0] * q.shape[4]
     union = _union(config, kernel)
-    reach = max(sum(n * step for n, step in zip(union, s[1:4], strict=True)) for s in strides)
-    fits = config.hopper and union[2] >= 8 and reach < 2**31 - 256 and h * t < 2**16 and batch_heads < 2**16
-    return (w, h * t, batch_heads) if fits else None
+    for x in (k, v):
+        reach = sum(n * step for n, step in zip(union, x.stride()[1:4], strict=True)) + x.shape[5]
+        if reach >= 2**31 or any(step % 8 for step in x.stride()[:5]) or x.data_ptr() % 16:
+            return None
+    return (w, h * t, batch_heads) if union[2] >= 8 and h * t < 2**16 and batch_heads < 2**16 else None
 
 
 def _union(config: TileConfig, kernel: tuple[int, int, int]) -> tuple[int, int, int]:

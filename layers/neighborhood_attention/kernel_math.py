@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Device functions shared by the row and the tile kernel.
+"""What the kernels share.
 
 Positions are cells of the k, v tensors: a caller folds kv_start into the numbers of an axis tuple
 (q_offset, q_len, kv_len, lowest, highest): the position of the first query, how many queries and keys there are, and
@@ -13,6 +13,12 @@ import triton.language as tl
 GEOMETRY = [f"{axis}_{what}" for axis in "thw" for what in ("offset", "queries", "keys", "lowest", "highest")]
 LOG2E = tl.constexpr(1.4426950408889634)
 HIDDEN = tl.constexpr(-1e30)  # added to a score of a key outside the window; 2**HIDDEN is 0
+
+
+def block_name(proxy) -> str:
+    """Blocks and kernel size of a tile kernel, for its name in a profile."""
+    c = proxy.constants
+    return f"{c['QT']}x{c['QH']}x{c['QW']}_kv{c['BLOCK_KV']}_k{c['KT']}x{c['KH']}x{c['KW']}"
 
 
 @triton.jit

@@ -19,21 +19,20 @@ from layers.neighborhood_attention.kernel_math import (
     GEOMETRY,
     HIDDEN,
     LOG2E,
+    block_name,
     cell_offsets,
     key_offsets,
     online_softmax,
     probabilities,
     union,
     window_start,
-)  # fmt: skip
+)
 
 
 def _name(proxy) -> str:
-    c = proxy.constants
-    block = f"{c['QT']}x{c['QH']}x{c['QW']}_kv{c['BLOCK_KV']}_k{c['KT']}x{c['KH']}x{c['KW']}"
-    if "SCAN" in c:
-        return f"na3d_tile_exact_{block}"
-    return f"na3d_tile_{block}" + ("_checked" if c["CHECKED"] else "_bounded")
+    if "SCAN" in proxy.constants:
+        return f"na3d_tile_exact_{block_name(proxy)}"
+    return f"na3d_tile_{block_name(proxy)}" + ("_checked" if proxy.constants["CHECKED"] else "_bounded")
 
 
 @triton.jit

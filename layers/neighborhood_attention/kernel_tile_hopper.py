@@ -2,7 +2,8 @@
 """Schedule `tile` for sm90: tile_kernel's walk and softmax, with the asynchronous steps in our own order.
 
 Written in Gluon: Triton waits for every product, keeps two barriers a step and starts loads late. Here a step is
-1. a wait for this step's K and V and one barrier, behind which the slots of the step before are free;
+1. a wait for this step's K and V and one barrier, behind which the slots of the step before are free (a second barrier
+   where a mask is written);
 2. the mask and the score product, one chain of wgmmas. While it runs, the loads of the next step are started and, where
    the next step begins another block of cells, that block's mask is written;
 3. the probabilities; 4. their product with V.
@@ -21,25 +22,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
-)  # fmt: skip
+)
 
 from layers.neighborhood_attention.kernel_math import (
     GEOMETRY,
     HIDDEN,
+    block_name,
     cell_offsets,
     key_offsets,
     probabilities,
     union,
     window_start,
-)  # fmt: skip
+)
 
-_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)  # its name since Triton 3.9, before
+# Triton 3.9 has renamed it.
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 def _name(proxy) -> str:
-    c = proxy.constants
-    block = f"{c['QT']}x{c['QH']}x{c['QW']}_kv{c['BLOCK_KV']}_k{c['KT']}x{c['KH']}x{c['KW']}"
-    return f"na3d_tile_hopper_{block}" + ("_checked" if c["CHECKED"] else "_bounded")
+    return f"na3d_tile_hopper_{block_name(proxy)}" + ("_checked" if proxy.constants["CHECKED"] else "_bounded")
 
 
 @gluon.jit
@@ -47,7 +48,10 @@ def _offsets(
     slot, block, at, blocks, planes, room_h, room_w, strides,
     WIDTH: gl.constexpr, BLOCKS: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
-    """Of a slot's (keys, head_dim): bytes from the first cell of the union, in whole blocks of the plane of it."""
+    """(keys, head_dim) byte offsets of what goes into a slot.
+
+    In whole blocks from the first cell of the step's plane, in the rest from the first cell of the union.
+    """
     BLOCK_KV: gl.constexpr = slot.shape[0]
     HEAD_DIM: gl.constexpr = slot.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
@@ -123,7 +127,8 @@ def tile_hopper_kernel(
 ):  # fmt: skip
     """Grid (tiles along W, along H and T, batch * heads), four warps, 64 queries; arguments as for tile_kernel.
 
-    64 queries, WIDTH at least 8, and offsets within the union of less than 2**31 elements.
+    64 queries, WIDTH at least 8, offsets within the union of less than 2**31 elements, every cell of K and V at a
+    multiple of 16 bytes.
     """
     QUERIES: gl.constexpr = QT * QH * QW
     WIDTH: gl.constexpr = QW + KW - 1
@@ -206,6 +211,7 @@ def tile_hopper_kernel(
         for odd in gl.static_range(2):
             if 2 * pair + odd < steps:
                 async_copy.wait_group(0)  # and a barrier
+                fence_async_shared()  # wgmma reads K and V by another way than they were written
                 s = warpgroup_mma(one_hot, masks.index(mask), zeros, use_acc=False, is_async=True)
                 s = warpgroup_mma(q, (k1 if odd else k0).permute((1, 0)), s, is_async=True)
                 seen = ((at >= start_t) & (at < start_t + KT)) | (block == blocks)

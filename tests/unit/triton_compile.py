@@ -163,7 +163,7 @@ def _nvidia_facts(binary) -> dict:
     matrix_loops = [loop for loop in loops if any("MMA" in line for line in loop)]
     return {
         "spills": [sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in loop) for loop in matrix_loops],
-        "exposed_spills": [_exposed_spills(loop) for loop in matrix_loops],
+        "exposed_spills": [exposed_spills(loop) for loop in matrix_loops],
         "stack_bytes": int(re.search(r"STACK:(\d+)", resources).group(1)),
         "registers": int(re.search(r"REG:(\d+)", resources).group(1)),
         "wide_loads": len(re.findall(r"LDG(?:STS)?\.E(?:\.\w+)*\.128", text)),
@@ -177,7 +177,8 @@ def _nvidia_facts(binary) -> dict:
     }
 
 
-def _exposed_spills(loop: list[str]) -> int:
+def exposed_spills(loop: list[str]) -> int:
+    """Spills between the asynchronous loads of a step and its last product; a branch before the loads may have some."""
     last, count = "", 0
     for line in loop:
         if found := re.search(r"\b(HGMMA|LDGSTS)\b", line):

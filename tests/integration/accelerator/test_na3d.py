@@ -28,6 +28,9 @@ OURS = [
     ((1, 7, 33, 50, 3, 16), (3, 7, 7)),
     ((1, 3, 7, 7, 32, 64), (3, 7, 7)),
     ((1, 5, 12, 23, 2, 256), (5, 3, 7)),
+    ((1, 9, 20, 23, 4, 32), (5, 7, 9)),
+    ((1, 9, 11, 12, 2, 64), (3, 3, 5)),  # a union of fewer cells than a block of keys
+    ((1, 23, 9, 13, 2, 64), (21, 3, 5)),
 ]
 
 
@@ -74,8 +77,8 @@ def test_bf16_matches_sdpa(shape, kernel, schedule, bound):
 
 
 @pytest.mark.parametrize(("shape", "kernel"), [PUBLISHED[0], PUBLISHED[1], PUBLISHED[3], OURS[3]], ids=str)
-def test_tile_of_other_architectures(shape, kernel):
-    """Where the json chooses the Hopper kernel: the Triton one, which calls take that do not fit it."""
+def test_the_triton_tile_kernel(shape, kernel):
+    """Also where the json has the Hopper kernel: calls that it does not take run this one."""
     config = na_configs.load(na_configs.arch_of(torch.device("cuda", 0))).tile(kernel, shape[-1])
     q, k, v = fused_qkv(shape)
     check(na3d_flash_attn(q, k, v, kernel, config=dataclasses.replace(config, hopper=False)), q, k, v, kernel)
@@ -89,6 +92,8 @@ def test_layouts(contiguous, dtype):
         q, k, v = (x.contiguous() for x in (q, k, v))
     check(na3d_flash_attn(q, k, v, (5, 7, 7)), q, k, v, (5, 7, 7))
     check(na3d_flash_attn(q, k, v.clone(), (5, 7, 7)), q, k, v, (5, 7, 7))  # v's strides differ from k's
+    padded = torch.nn.functional.pad(k, (0, 1))[..., :-1]  # no cell but the first at a multiple of 16 bytes
+    check(na3d_flash_attn(q, padded, v, (5, 7, 7)), q, k, v, (5, 7, 7))
 
 
 @pytest.mark.parametrize("kernel", [(3, 7, 7), (3, 5, 5), (11, 11, 11)], ids=str)

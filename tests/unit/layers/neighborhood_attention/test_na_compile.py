@@ -112,3 +112,9 @@ def test_the_search_for_overwritten_operands_finds_one():
     assert triton_compile.aliased_operands([loop[0], loop[1].replace("R5", "R9")]) == []
     reloaded = ["/*00f0*/ LDSM.16.M88.4 R4, [R80] ;", *loop]
     assert triton_compile.aliased_operands(reloaded) == []
+
+
+def test_the_search_for_exposed_spills_finds_one():
+    branch, load, product = "LDL R4, [R1]", "LDGSTS.E.BYPASS.128 [R2], desc[UR4][R6.64]", "HGMMA.64x64x16.F32.BF16 R24"
+    assert triton_compile.exposed_spills([product, branch, load, product]) == 0
+    assert triton_compile.exposed_spills([product, load, "STL [R1], R4", product]) == 1

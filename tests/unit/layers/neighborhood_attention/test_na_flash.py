@@ -216,18 +216,32 @@ def test_configs_refuse_what_could_not_run():
         SM90.row((3, 5, 35), 64)
 
 
+def _cells(*, grid=(22, 50, 98), batch=1, heads=4, steps=None, first=0, dtype=torch.bfloat16):
+    """q, k, v of head_dim 64 that share one cell's memory: only shapes and strides count."""
+    steps = steps or (1 << 20, 1 << 12, 1 << 8)
+    q = torch.empty(1, dtype=dtype).expand(batch, *grid, heads, 64)
+    kv = torch.empty(80, dtype=torch.bfloat16)[first:].as_strided((1, 1, 1, 1, 1, 64), (0, *steps, 64, 1))
+    kv = kv.expand(batch, 1, 1, 1, heads, 64)
+    return q, kv, kv
+
+
 @pytest.mark.parametrize(
-    ("kernel", "strides", "batch_heads", "grid"),
+    ("kernel", "cells", "grid"),
     [
-        ((11, 11, 11), (1 << 20, 1 << 12, 1 << 6), 4, (25, 6 * 13, 4)),
-        ((3, 5, 3), (1 << 20, 1 << 12, 1 << 6), 4, None),  # 8 keys lie in more than two rows of the union
-        ((11, 11, 11), (1 << 28, 1 << 12, 1 << 6), 4, None),  # offsets pass 2**31
-        ((11, 11, 11), (0, 2**31 // 16, 1 << 6), 4, None),  # also in the rows that padding adds
-        ((11, 11, 11), (1 << 20, 1 << 12, 1 << 6), 1 << 16, None),  # more than a grid may have
+        ((11, 11, 11), {}, (25, 6 * 13, 4)),
+        ((3, 5, 3), {}, None),  # 8 keys lie in more than two rows of the union
+        ((11, 11, 11), {"steps": (1 << 28, 1 << 12, 1 << 8)}, None),  # offsets pass 2**31
+        ((11, 11, 11), {"steps": (0, 2**31 // 16, 1 << 8)}, None),  # also in the rows that padding adds
+        ((11, 11, 11), {"steps": (1 << 20, 1 << 12, 65)}, None),  # cells are not at multiples of 16 bytes
+        ((11, 11, 11), {"first": 1}, None),
+        ((11, 11, 11), {"batch": 1 << 14}, None),  # more than a grid may have
+        ((3, 5, 5), {"grid": (1 << 12, 1 << 8, 98)}, None),
     ],
+    ids=str,
 )
-def test_calls_that_the_hopper_kernel_does_not_fit(kernel, strides, batch_heads, grid):
-    axes = check_inputs(*(torch.empty(1, 22, 50, 98, 1, 16, device="meta") for _ in range(3)), kernel)
-    steps = [(0, *strides, 16), (0, *strides, 16)]
-    assert flash._hopper_grid(axes, kernel, batch_heads, steps, SM90.tile(kernel, 64)) == grid
-    assert flash._hopper_grid(axes, kernel, batch_heads, steps, configs.load("sm80").tile(kernel, 64)) is None
+def test_calls_that_the_hopper_kernel_does_not_take(kernel, cells, grid):
+    q, k, v = _cells(**cells)
+    axes = check_inputs(*(torch.empty(q.shape, device="meta") for _ in range(3)), kernel)
+    assert flash._hopper_grid(q, k, v, axes, kernel, SM90.tile(kernel, 64)) == grid
+    assert flash._hopper_grid(q, k, v, axes, kernel, configs.load("sm80").tile(kernel, 64)) is None
+    assert flash._hopper_grid(_cells(dtype=F16)[0], k, v, axes, kernel, SM90.tile(kernel, 64)) is None
