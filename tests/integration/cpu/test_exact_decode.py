@@ -36,10 +36,11 @@ from runner_models.ltx2.decoder.options import DecodeOptions
 from runner_models.ltx2.decoder.tiled import assign
 from runner_models.ltx2.decoder.video import VideoDecoder
 
-# fp32, order of sums only. Measured: 0 for one push, 1.5e-5 for chunks, up to 8e-5 for shards, whose matrix products
-# have other shapes. The stock decode itself is 6e-5 from the same decode in fp64; two SDPA tilings of it differ by
-# 3e-6. The mildest fault below is above 1e-2.
+# fp32, order of sums only. Measured: 0 for one push, 1.5e-5 for chunks; for shards, whose matrix products have other
+# shapes, up to 8e-5, and 1.1e-4 on a CPU with AMX. The stock decode itself is 6e-5 from the same decode in fp64; two
+# SDPA tilings of it differ by 3e-6. The mildest fault below is above 1e-2.
 TOLERANCE = 1e-4
+SHARD_TOLERANCE = 2e-4
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ UNEVEN = [Case(chunk=8), Case(size=(3, 8, 7), shares=(1, 2, 1, 4))]
 def test_shards(world: int, cases: list[Case], faults: list[tuple[str, Case]]) -> None:
     found = run_ranks(check_cases, world, cases, faults)
     for case in cases:
-        assert found[case.name] <= TOLERANCE, case
+        assert found[case.name] <= SHARD_TOLERANCE, case
     for name, _ in faults:
         assert found[name] > 100 * TOLERANCE, name
 
@@ -145,7 +146,7 @@ def test_bytes_on_the_saving_rank_and_no_seam() -> None:
     found = run_ranks(check_video, 2)
     assert found["exact pieces"] == [6, 8, 3]
     assert found["exact largest"] <= 1
-    assert found["exact part that differs"] < 1e-4
+    assert found["exact part that differs"] < 1e-3  # by one, where a value lies at the half
     assert found["tiled is tiled alone"], "the same tiles on any number of ranks"
     assert found["exact seam"] < 3
     assert found["tiled seam"] > 10
