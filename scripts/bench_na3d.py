@@ -92,8 +92,8 @@ def variants_of(kernel: tuple[int, int, int]) -> dict[str, Callable[..., torch.T
         "tile_bound": lambda q, k, v: na3d_flash_attn(q, k, v, kernel, config=tile, softmax_bound=BOUND),
         "sdpa": lambda q, k, v: neighborhood_attention_sdpa(q, k, v, kernel),
     }
-    if tile.hopper:
-        portable = dataclasses.replace(tile, hopper=False)
+    if tile.walk:
+        portable = dataclasses.replace(tile, walk="")
         found["tile_portable"] = lambda q, k, v: na3d_flash_attn(q, k, v, kernel, config=portable)
     if importlib.util.find_spec("natten"):
         from natten.functional import na3d

@@ -62,13 +62,17 @@ def tile_candidates(amd: bool, hopper: bool) -> list[TileConfig]:
     return found + [TileConfig(tile, 64, 8, stages, True, True, True, 128) for tile in large for stages in (2, 3)]
 
 
-def hopper_candidates(found: list[dict]) -> list[TileConfig]:
-    """The fastest config of each tile that the Hopper kernel takes; it still serves the calls that kernel does not."""
+def walk_candidates(found: list[dict]) -> list[TileConfig]:
+    """The fastest config of each tile that the Hopper kernel takes, along each axis; it still serves other calls."""
     fastest: dict[tuple[int, int, int], TileConfig] = {}
     for config in (f["config"] for f in found):
         if config.skip_exp and math.prod(config.tile) == config.block_kv == 64 and config.max_registers == 128:
             fastest.setdefault(config.tile, config)
-    return [dataclasses.replace(config, hopper=True) for config in fastest.values()]
+    return [
+        dataclasses.replace(config, walk=axis)
+        for config, axis in itertools.product(fastest.values(), "thw")
+        if config.tile["thw".index(axis)] in (2, 4)
+    ]
 
 
 def row_candidates(kernel_w: int) -> list[RowConfig]:
@@ -145,7 +149,7 @@ def main() -> None:
             continue
         tiles = sweep(kernel, tile_candidates(amd, arch == "sm90"))
         if arch == "sm90":
-            tiles = sorted(tiles + sweep(kernel, hopper_candidates(tiles)), key=lambda f: f["ms"])
+            tiles = sorted(tiles + sweep(kernel, walk_candidates(tiles)), key=lambda f: f["ms"])
         rows = sweep(kernel, row_candidates(kernel[2]))
         winner = "tile" if tiles[0]["ms"] <= rows[0]["ms"] else "row"
         for name, best in (("tile", tiles[0]), ("row", rows[0])):

@@ -25,9 +25,9 @@ class TileConfig:
     """Blocks of `tile` = (T, H, W) queries against blocks of `block_kv` keys.
 
     skip_exp: PTX jump over planes that a warp cannot see; q_in_registers, partial_sums, max_registers: see
-    kernel_tile.py. hopper: kernel_tile_hopper.py where it fits a call (bf16), with max_registers; the others then serve
-    calls that it does not fit. waves_per_eu and mfma_size (matrix_instr_nonkdim) go to the AMD compiler, 0 leaves them
-    to it.
+    kernel_tile.py. walk: the axis, "t", "h" or "w", along which kernel_tile_hopper.py goes where it fits a call (bf16
+    on sm90), with max_registers; the others then serve calls that it does not fit. waves_per_eu and mfma_size
+    (matrix_instr_nonkdim) go to the AMD compiler, 0 leaves them to it.
     """
 
     tile: tuple[int, int, int]
@@ -40,7 +40,7 @@ class TileConfig:
     max_registers: int = 0
     waves_per_eu: int = 0
     mfma_size: int = 0
-    hopper: bool = False
+    walk: str = ""
 
     def __post_init__(self) -> None:
         queries = math.prod(self.tile)
@@ -53,10 +53,22 @@ class TileConfig:
                 raise ValueError(
                     f"skip_exp needs 16 queries of one T plane per warp and 16 or 32 scores per thread; got {self}"
                 )
-        if self.hopper and not (self.skip_exp and queries == self.block_kv == 64 and sum(self.tile) <= 16):
+        if self.walk and not self._can_walk():
             raise ValueError(
-                f"hopper needs skip_exp, block_kv 64 and 64 queries in a tile whose sides sum to at most 16; got {self}"
+                'walk must be "t", "h" or "w", and needs skip_exp, block_kv 64 and 64 queries in a tile with 2 or 4 of '
+                f"them along that axis and sides that sum to at most 16; got {self}"
             )
+
+    def _can_walk(self) -> bool:
+        if self.walk not in ("t", "h", "w") or not self.skip_exp or not math.prod(self.tile) == self.block_kv == 64:
+            return False
+        return sum(self.tile) <= 16 and self.tile[self.walk_order[0]] in (2, 4)
+
+    @property
+    def walk_order(self) -> tuple[int, int, int]:
+        """The axes in the order in which a walk along `walk` takes them: that one, then the others."""
+        first = "thw".index(self.walk)
+        return (first, *(axis for axis in range(3) if axis != first))  # type: ignore[return-value]
 
     @property
     def scores_per_thread(self) -> int:

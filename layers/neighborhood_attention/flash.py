@@ -12,6 +12,7 @@ from layers.neighborhood_attention import configs
 from layers.neighborhood_attention.backend import on_device
 from layers.neighborhood_attention.configs import RowConfig, TileConfig
 from layers.neighborhood_attention.geometry import Axis, check_inputs
+from layers.neighborhood_attention.hopper import Walks, plan_walks
 from layers.neighborhood_attention.race import faster_schedule
 
 _LOG2E = 1.4426950408889634
@@ -175,7 +176,7 @@ def _launch_tile(
     tiles = math.prod(-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True))
     strides = tuple(x.stride()[:5] for x in (q, k, v, out))
     positions = _positions(axes)
-    _, rows, columns = _union(config, kernel)
+    rows, columns = _union(config, kernel)
     wide = any(rows * s[2] + columns * s[3] + head_dim >= 2**31 for s in strides[1:3])
     block = (*kernel, head_dim, *config.tile, config.block_kv, config.mask_channels, strides[1] == strides[2])
     options = {"num_warps": config.warps, **_amd_options(config)}
@@ -185,12 +186,9 @@ def _launch_tile(
             checked, scan = True, _SCAN
             flags = torch.empty((batch * heads, tiles), dtype=torch.int32, device=q.device)
         limit = {"maxnreg": config.max_registers} if config.max_registers else {}
-        grid = _hopper_grid(q, k, v, axes, kernel, config)
-        if grid:
-            _hopper_kernel()[grid](
-                q, k, v, out, flags, *positions, heads, _shift(bound), *strides, *block, checked,
-                int(config.pads_rest(kernel)), num_warps=config.warps, **limit,
-            )  # fmt: skip
+        walks = plan_walks(q, k, v, axes, kernel, config)
+        if walks:
+            _launch_walks(walks, q, k, v, out, flags if checked else None, axes, kernel, bound, config)
         else:
             ptx = config.skip_exp and q.element_size() == 2 and not _is_amd()
             tile_kernel[(tiles, batch * heads)](
@@ -207,6 +205,30 @@ def _launch_tile(
         )  # fmt: skip
 
 
+def _launch_walks(
+    walks: Walks,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    flags: torch.Tensor | None,
+    axes: Sequence[Axis],
+    kernel: tuple[int, int, int],
+    bound: float | None,
+    config: TileConfig,
+) -> None:
+    counts = [-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True)]
+    flag_steps = (counts[1] * counts[2], counts[2], 1)
+    strides = [walks.strides(x) for x in (q, k, v, out)]
+    limit = {"maxnreg": config.max_registers} if config.max_registers else {}
+    _hopper_kernel()[walks.grid](
+        q, k, v, out, q if flags is None else flags, *_positions(walks.ordered(axes)), q.shape[4],
+        *walks.ordered(flag_steps), math.prod(counts), walks.tiles, _shift(bound), *strides, *walks.ordered(kernel),
+        q.shape[5], *walks.ordered(config.tile), config.block_kv, config.mask_channels, strides[1] == strides[2],
+        flags is not None, int(walks.pads_rest), walks.abreast, num_warps=config.warps, **limit,
+    )  # fmt: skip
+
+
 @functools.cache
 def _hopper_kernel() -> Any:
     """Apart from the others: Gluon is neither interpreted nor compiled for AMD."""
@@ -215,37 +237,10 @@ def _hopper_kernel() -> Any:
     return kernel_tile_hopper.tile_hopper_kernel
 
 
-def _hopper_grid(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    axes: Sequence[Axis],
-    kernel: tuple[int, int, int],
-    config: TileConfig,
-) -> tuple[int, int, int] | None:
-    """Grid of tile_hopper_kernel; None where it does not take the call.
-
-    It takes bf16 on sm90; unions 8 columns wide or more; grids of less than 2**16 in two dimensions; and k, v whose
-    offsets within a union stay below 2**31 and whose cells lie at multiples of 16 bytes.
-    """
-    if not config.hopper or q.dtype != torch.bfloat16:
-        return None
-    if q.device.type == "cuda" and configs.arch_of(q.device) != "sm90":
-        return None
-    t, h, w = (-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True))
-    batch_heads = q.shape[0] * q.shape[4]
-    union = _union(config, kernel)
-    for x in (k, v):
-        reach = sum(n * step for n, step in zip(union, x.stride()[1:4], strict=True)) + x.shape[5]
-        if reach >= 2**31 or any(step % 8 for step in x.stride()[:5]) or x.data_ptr() % 16:
-            return None
-    return (w, h * t, batch_heads) if union[2] >= 8 and h * t < 2**16 and batch_heads < 2**16 else None
-
-
-def _union(config: TileConfig, kernel: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Planes, rows and columns of the union of a tile's windows, with the rows that padding a block of keys may add."""
-    planes, rows, columns = (n + kernel_len - 1 for n, kernel_len in zip(config.tile, kernel, strict=True))
-    return planes, rows + -(-config.block_kv // columns), columns
+def _union(config: TileConfig, kernel: tuple[int, int, int]) -> tuple[int, int]:
+    """Rows and columns of the union of a tile's windows, with the rows that padding a block of keys may add."""
+    rows, columns = (n + kernel_len - 1 for n, kernel_len in zip(config.tile[1:], kernel[1:], strict=True))
+    return rows + -(-config.block_kv // columns), columns
 
 
 def triton_version() -> str:

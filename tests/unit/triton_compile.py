@@ -88,10 +88,9 @@ def source_of(launch):
 def facts_of(arch: str, launch) -> dict:
     """Of one launch, compiled.
 
-    name, shared (bytes), registers, stack_bytes, spills (per multiplying loop; AMD: of the kernel), exposed_spills (of
-    them, those between a loop's asynchronous loads and its next product; NVIDIA), wide_loads (16 bytes), narrow_loads
-    (2 bytes), bulk_loads (TMA; NVIDIA), wide_stores (16 bytes), narrow_stores (1 or 2 bytes), matrix (instructions),
-    flops_per_warp (of each multiplying loop), alias.
+    name, shared (bytes), registers, stack_bytes, spills (per multiplying loop; AMD: of the kernel), wide_loads (16
+    bytes), narrow_loads (2 bytes), bulk_loads (TMA; NVIDIA), wide_stores (16 bytes), narrow_stores (1 or 2 bytes),
+    matrix (instructions), flops_per_warp (of each multiplying loop), alias.
     """
     binary = compile_launch(arch, launch)
     read = _amd_facts if TARGETS[arch][0] == "hip" else _nvidia_facts
@@ -163,7 +162,6 @@ def _nvidia_facts(binary) -> dict:
     matrix_loops = [loop for loop in loops if any("MMA" in line for line in loop)]
     return {
         "spills": [sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in loop) for loop in matrix_loops],
-        "exposed_spills": [exposed_spills(loop) for loop in matrix_loops],
         "stack_bytes": int(re.search(r"STACK:(\d+)", resources).group(1)),
         "registers": int(re.search(r"REG:(\d+)", resources).group(1)),
         "wide_loads": len(re.findall(r"LDG(?:STS)?\.E(?:\.\w+)*\.128", text)),
@@ -175,16 +173,6 @@ def _nvidia_facts(binary) -> dict:
         "matrix": sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCMMA)\b", text))),
         "alias": [bad for loop in loops for bad in aliased_operands(loop)],
     }
-
-
-def exposed_spills(loop: list[str]) -> int:
-    """Spills between the asynchronous loads of a step and its last product; a branch before the loads may have some."""
-    last, count = "", 0
-    for line in loop:
-        if found := re.search(r"\b(HGMMA|LDGSTS)\b", line):
-            last = found.group(1)
-        count += last == "LDGSTS" and bool(re.search(r"\b(?:STL|LDL)\b", line))
-    return count
 
 
 def _written(line: str) -> set[int]:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from layers.neighborhood_attention import MAX_SOFTMAX_BOUND, na3d_flash_attn, neighborhood_attention_sdpa
+from layers.neighborhood_attention import MAX_SOFTMAX_BOUND, hopper, na3d_flash_attn, neighborhood_attention_sdpa
 from layers.neighborhood_attention import configs as na_configs
 
 pytestmark = pytest.mark.accelerator
@@ -81,7 +81,26 @@ def test_the_triton_tile_kernel(shape, kernel):
     """Also where the json has the Hopper kernel: calls that it does not take run this one."""
     config = na_configs.load(na_configs.arch_of(torch.device("cuda", 0))).tile(kernel, shape[-1])
     q, k, v = fused_qkv(shape)
-    check(na3d_flash_attn(q, k, v, kernel, config=dataclasses.replace(config, hopper=False)), q, k, v, kernel)
+    check(na3d_flash_attn(q, k, v, kernel, config=dataclasses.replace(config, walk="")), q, k, v, kernel)
+
+
+@pytest.mark.parametrize("long", [True, False], ids=["long", "short"])
+@pytest.mark.parametrize("axis", ["t", "h", "w"])
+@pytest.mark.parametrize("tile", [(4, 4, 4), (2, 4, 8)], ids=str)
+@pytest.mark.parametrize("kernel", [(3, 7, 7), (7, 5, 11), (11, 11, 11)], ids=str)
+def test_walks_of_the_hopper_kernel(kernel, tile, axis, long, monkeypatch):
+    """Along each axis, over a line of tiles and over one; with a rest and without; flags of either half of a tile."""
+    config = dataclasses.replace(na_configs.load("sm90").tile((11, 11, 11), 64), tile=tile)
+    if tile["thw".index(axis)] == 8:
+        pytest.skip("a walk takes tiles of 2 or 4 along its axis")
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda _: 1 if long else 100_000)
+    config = dataclasses.replace(config, walk=axis)
+    q, k, v = fused_qkv((2, 29, 41, 38, 2, 64))
+    check(na3d_flash_attn(q, k, v, kernel, config=config, softmax_bound=8.2), q, k, v, kernel)
+    q = q + torch.zeros_like(q)
+    q[:, ::5, 7:] *= 30.0
+    q[:, 3::7, :7, ::9] *= 30.0
+    check(na3d_flash_attn(q, k, v, kernel, config=config), q, k, v, kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -138,7 +157,7 @@ def test_more_than_2_to_the_31_elements():
     arch = na_configs.load("sm90")
     for config in (
         arch.tile(kernel, 64),
-        dataclasses.replace(arch.tile(kernel, 64), hopper=False),
+        dataclasses.replace(arch.tile(kernel, 64), walk=""),
         arch.row(kernel, 64),
     ):
         out = na3d_flash_attn(q, k, v, kernel, config=config)

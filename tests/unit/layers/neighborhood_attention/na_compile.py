@@ -40,7 +40,7 @@ def launches_of(arch: str, config, kernel_size, head_dim: int, *, dtype=torch.bf
 def specializations(grid: tuple[int, int, int]) -> list:
     """What the JIT compiles apart for a call on this grid: the specialised arguments and constants of each launch."""
     keys = []
-    hopper = TileConfig((4, 4, 4), 64, 4, 2, skip_exp=True, hopper=True)
+    hopper = TileConfig((4, 4, 4), 64, 4, 2, skip_exp=True, walk="t")
     for config in (TileConfig((4, 4, 4), 64, 4, 2), hopper, RowConfig(17, 16, 32, 4, 2)):
         qkv = torch.empty(1, *grid, 3, 4, 64, dtype=torch.bfloat16, device="meta")
         with recorded_launches(amd=False) as launches, mock.patch.object(flash, "_check_limits"):

@@ -3,6 +3,7 @@
 Its bf16 dot is wrong, so fp32 stands in for bf16 (same exponents, same code path); fp16 takes the running maximum.
 """
 
+import dataclasses
 import subprocess
 import sys
 
@@ -10,9 +11,10 @@ import na_calls
 import pytest
 import torch
 
-from layers.neighborhood_attention import MAX_SOFTMAX_BOUND, configs, flash, neighborhood_attention_reference
+from layers.neighborhood_attention import MAX_SOFTMAX_BOUND, configs, hopper, neighborhood_attention_reference
 from layers.neighborhood_attention.configs import RowConfig, TileConfig
 from layers.neighborhood_attention.geometry import check_inputs
+from layers.neighborhood_attention.hopper import plan_walks
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}  # relative L2; fp16 rounds probabilities and the output
 F16, F32 = torch.float16, torch.float32
@@ -210,8 +212,9 @@ def test_configs_refuse_what_could_not_run():
         TileConfig((3, 4, 4), 64, 4, 2)
     with pytest.raises(ValueError, match="skip_exp needs"):
         TileConfig((4, 4, 2), 64, 4, 2, skip_exp=True)
-    with pytest.raises(ValueError, match="hopper needs"):
-        TileConfig((4, 4, 4), 32, 4, 2, skip_exp=True, hopper=True)
+    for tile, block_kv, walk in (((4, 4, 4), 32, "t"), ((4, 4, 4), 64, "x"), ((2, 4, 8), 64, "w")):
+        with pytest.raises(ValueError, match="walk must be"):
+            TileConfig(tile, block_kv, 4, 2, skip_exp=True, walk=walk)
     with pytest.raises(ValueError, match="schedule row of sm90 takes kernels up to 33 wide; got 35"):
         SM90.row((3, 5, 35), 64)
 
@@ -226,22 +229,51 @@ def _cells(*, grid=(22, 50, 98), batch=1, heads=4, steps=None, first=0, dtype=to
 
 
 @pytest.mark.parametrize(
-    ("kernel", "cells", "grid"),
+    ("kernel", "cells", "taken"),
     [
-        ((11, 11, 11), {}, (25, 6 * 13, 4)),
-        ((3, 5, 3), {}, None),  # 8 keys lie in more than two rows of the union
-        ((11, 11, 11), {"steps": (1 << 28, 1 << 12, 1 << 8)}, None),  # offsets pass 2**31
-        ((11, 11, 11), {"steps": (0, 2**31 // 16, 1 << 8)}, None),  # also in the rows that padding adds
-        ((11, 11, 11), {"steps": (1 << 20, 1 << 12, 65)}, None),  # cells are not at multiples of 16 bytes
-        ((11, 11, 11), {"first": 1}, None),
-        ((11, 11, 11), {"batch": 1 << 14}, None),  # more than a grid may have
-        ((3, 5, 5), {"grid": (1 << 12, 1 << 8, 98)}, None),
+        ((11, 11, 11), {}, True),
+        ((3, 3, 5), {}, True),
+        ((3, 5, 3), {}, False),  # 8 keys lie in more than two rows of the union
+        ((21, 5, 91), {}, False),  # masks of a plane would not fit into shared memory
+        ((11, 11, 11), {"steps": (1 << 28, 1 << 12, 1 << 8)}, False),  # offsets pass 2**31
+        ((11, 11, 11), {"steps": (2**31 // 16, 1 << 12, 1 << 8)}, False),  # also in the rows that padding adds
+        ((11, 11, 11), {"steps": (1 << 12, 2**31 // 18, 1 << 8)}, False),  # or in the planes that the rest counts from
+        ((11, 11, 11), {"steps": (1 << 20, 1 << 12, 65)}, False),  # cells are not at multiples of 16 bytes
+        ((11, 11, 11), {"first": 1}, False),
+        ((11, 11, 11), {"batch": 1 << 14}, False),  # more than a grid may have
+        ((3, 5, 5), {"grid": (4, 1 << 18, 98)}, False),
     ],
     ids=str,
 )
-def test_calls_that_the_hopper_kernel_does_not_take(kernel, cells, grid):
+def test_calls_that_the_hopper_kernel_does_not_take(kernel, cells, taken):
     q, k, v = _cells(**cells)
     axes = check_inputs(*(torch.empty(q.shape, device="meta") for _ in range(3)), kernel)
-    assert flash._hopper_grid(q, k, v, axes, kernel, SM90.tile(kernel, 64)) == grid
-    assert flash._hopper_grid(q, k, v, axes, kernel, configs.load("sm80").tile(kernel, 64)) is None
-    assert flash._hopper_grid(_cells(dtype=F16)[0], k, v, axes, kernel, SM90.tile(kernel, 64)) is None
+    assert bool(plan_walks(q, k, v, axes, kernel, SM90.tile(kernel, 64))) == taken
+    assert not plan_walks(q, k, v, axes, kernel, configs.load("sm80").tile(kernel, 64))
+    assert not plan_walks(_cells(dtype=F16)[0], k, v, axes, kernel, SM90.tile(kernel, 64))
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132, 10_000])
+@pytest.mark.parametrize("kernel", [(3, 5, 5), (3, 7, 7), (5, 9, 7), (11, 11, 11)], ids=str)
+def test_walks_take_every_tile_once(kernel, multiprocessors, monkeypatch):
+    """Segments and programs abreast as kernel_tile_hopper.py counts them; few multiprocessors make long walks."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda _: multiprocessors)
+    q, k, v = _cells()
+    axes = check_inputs(*(torch.empty(q.shape, device="meta") for _ in range(3)), kernel)
+    for axis in "thw":
+        config = dataclasses.replace(SM90.tile((11, 11, 11), 64), walk=axis)
+        walks = plan_walks(q, k, v, axes, kernel, config)
+        tiles, rows, columns = (-(-axes[i].q_len // config.tile[i]) for i in walks.order)
+        assert (walks.grid[0], walks.grid[2]) == (columns, 4)
+        segments, left = divmod(walks.grid[1], rows * walks.abreast)
+        assert left == 0
+        if kernel == (11, 11, 11):
+            assert multiprocessors != 1 or segments == 1
+            assert multiprocessors != 10_000 or walks.tiles == 1
+        taken = [
+            first + walks.abreast * (segment * walks.tiles + n)
+            for first in range(walks.abreast)
+            for segment in range(segments)
+            for n in range(walks.tiles)
+        ]
+        assert sorted(tile for tile in taken if tile < tiles) == list(range(tiles))
