@@ -13,7 +13,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import math
 import statistics
 import sys
 from datetime import date
@@ -66,12 +65,12 @@ def walk_candidates(found: list[dict]) -> list[TileConfig]:
     """The fastest config of each tile that the Hopper kernel takes, along each axis; it still serves other calls."""
     fastest: dict[tuple[int, int, int], TileConfig] = {}
     for config in (f["config"] for f in found):
-        if config.skip_exp and math.prod(config.tile) == config.block_kv == 64 and config.max_registers == 128:
+        if config.max_registers == 128 and any(map(config.can_walk, configs.WALK_ORDERS)):
             fastest.setdefault(config.tile, config)
     return [
         dataclasses.replace(config, walk=axis)
-        for config, axis in itertools.product(fastest.values(), "thw")
-        if config.tile["thw".index(axis)] in (2, 4)
+        for config, axis in itertools.product(fastest.values(), configs.WALK_ORDERS)
+        if config.can_walk(axis)
     ]
 
 

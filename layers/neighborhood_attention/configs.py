@@ -18,6 +18,7 @@ import torch
 ARCHS = ("gfx942", "gfx950", "sm80", "sm90", "sm100", "default")
 SCHEDULES = ("row", "tile", "race")
 FOLDER = Path(__file__).parent / "configs"
+WALK_ORDERS = {"t": (0, 1, 2), "h": (1, 0, 2), "w": (2, 0, 1)}  # the axes as a walk takes them, its own first
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,17 @@ class TileConfig:
                 raise ValueError(
                     f"skip_exp needs 16 queries of one T plane per warp and 16 or 32 scores per thread; got {self}"
                 )
-        if self.walk and not self._can_walk():
+        if self.walk and not self.can_walk(self.walk):
             raise ValueError(
                 'walk must be "t", "h" or "w", and needs skip_exp, block_kv 64 and 64 queries in a tile with 2 or 4 of '
                 f"them along that axis and sides that sum to at most 16; got {self}"
             )
 
-    def _can_walk(self) -> bool:
-        if self.walk not in ("t", "h", "w") or not self.skip_exp or not math.prod(self.tile) == self.block_kv == 64:
+    def can_walk(self, axis: str) -> bool:
+        """Whether kernel_tile_hopper.py takes these blocks along `axis`."""
+        if axis not in WALK_ORDERS or not self.skip_exp or not math.prod(self.tile) == self.block_kv == 64:
             return False
-        return sum(self.tile) <= 16 and self.tile[self.walk_order[0]] in (2, 4)
-
-    @property
-    def walk_order(self) -> tuple[int, int, int]:
-        """The axes in the order in which a walk along `walk` takes them: that one, then the others."""
-        first = "thw".index(self.walk)
-        return (first, *(axis for axis in range(3) if axis != first))  # type: ignore[return-value]
+        return sum(self.tile) <= 16 and self.tile[WALK_ORDERS[axis][0]] in (2, 4)
 
     @property
     def scores_per_thread(self) -> int:

@@ -12,7 +12,7 @@ from layers.neighborhood_attention import configs
 from layers.neighborhood_attention.backend import on_device
 from layers.neighborhood_attention.configs import RowConfig, TileConfig
 from layers.neighborhood_attention.geometry import Axis, check_inputs
-from layers.neighborhood_attention.hopper import Walks, plan_walks
+from layers.neighborhood_attention.hopper import plan_walks
 from layers.neighborhood_attention.race import faster_schedule
 
 _LOG2E = 1.4426950408889634
@@ -173,12 +173,14 @@ def _launch_tile(
 ) -> None:
     tile_kernel, exact_kernel = _kernels()[1:]
     batch, heads, head_dim = q.shape[0], q.shape[4], q.shape[5]
-    tiles = math.prod(-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True))
+    counts = [-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True)]
+    tiles = math.prod(counts)
     strides = tuple(x.stride()[:5] for x in (q, k, v, out))
     positions = _positions(axes)
     rows, columns = _union(config, kernel)
     wide = any(rows * s[2] + columns * s[3] + head_dim >= 2**31 for s in strides[1:3])
-    block = (*kernel, head_dim, *config.tile, config.block_kv, config.mask_channels, strides[1] == strides[2])
+    keys = (config.block_kv, config.mask_channels, strides[1] == strides[2])
+    block = (*kernel, head_dim, *config.tile, *keys)
     options = {"num_warps": config.warps, **_amd_options(config)}
     flags, checked, scan = q, False, 0
     if q.dtype != torch.float16:
@@ -188,7 +190,13 @@ def _launch_tile(
         limit = {"maxnreg": config.max_registers} if config.max_registers else {}
         walks = plan_walks(q, k, v, axes, kernel, config)
         if walks:
-            _launch_walks(walks, q, k, v, out, flags if checked else None, axes, kernel, bound, config)
+            flag_steps = (counts[1] * counts[2], counts[2], 1)
+            _hopper_kernel()[walks.grid](
+                q, k, v, out, flags, *_positions(walks.ordered(axes)), heads, *walks.ordered(flag_steps), tiles,
+                walks.tiles, _shift(bound), *map(walks.strides, strides), *walks.ordered(kernel), head_dim,
+                *walks.ordered(config.tile), *keys, checked, int(walks.pads_rest), walks.abreast,
+                num_warps=config.warps, **limit,
+            )  # fmt: skip
         else:
             ptx = config.skip_exp and q.element_size() == 2 and not _is_amd()
             tile_kernel[(tiles, batch * heads)](
@@ -203,30 +211,6 @@ def _launch_tile(
             q, k, v, out, flags, tiles, *positions, heads, *strides, *block, wide, scan, stages,
             num_stages=stages, **options,
         )  # fmt: skip
-
-
-def _launch_walks(
-    walks: Walks,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    flags: torch.Tensor | None,
-    axes: Sequence[Axis],
-    kernel: tuple[int, int, int],
-    bound: float | None,
-    config: TileConfig,
-) -> None:
-    counts = [-(-axis.q_len // n) for axis, n in zip(axes, config.tile, strict=True)]
-    flag_steps = (counts[1] * counts[2], counts[2], 1)
-    strides = [walks.strides(x) for x in (q, k, v, out)]
-    limit = {"maxnreg": config.max_registers} if config.max_registers else {}
-    _hopper_kernel()[walks.grid](
-        q, k, v, out, q if flags is None else flags, *_positions(walks.ordered(axes)), q.shape[4],
-        *walks.ordered(flag_steps), math.prod(counts), walks.tiles, _shift(bound), *strides, *walks.ordered(kernel),
-        q.shape[5], *walks.ordered(config.tile), config.block_kv, config.mask_channels, strides[1] == strides[2],
-        flags is not None, int(walks.pads_rest), walks.abreast, num_warps=config.warps, **limit,
-    )  # fmt: skip
 
 
 @functools.cache

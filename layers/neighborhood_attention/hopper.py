@@ -31,11 +31,12 @@ class Walks:
     pads_rest: bool
 
     def ordered(self, values: Sequence[_X]) -> list[_X]:
+        """Values of T, H and W in the kernel's order."""
         return [values[axis] for axis in self.order]
 
-    def strides(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Of (B, T, H, W, heads), in the kernel's order."""
-        return (x.stride(0), *self.ordered(x.stride()[1:4]), x.stride(4))
+    def strides(self, strides: Sequence[int]) -> tuple[int, ...]:
+        """Strides of (B, T, H, W, heads) in the kernel's order."""
+        return (strides[0], *self.ordered(strides[1:4]), strides[4])
 
 
 def plan_walks(
@@ -57,7 +58,7 @@ def plan_walks(
         return None
     if any(step % 8 for x in (q, k, v) for step in x.stride()[:5]) or any(x.data_ptr() % 16 for x in (q, k, v)):
         return None
-    order = config.walk_order
+    order = configs.WALK_ORDERS[config.walk]
     (length, *across), (planes, *window) = ([x[axis] for axis in order] for x in (config.tile, kernel))
     rows, columns = (n + size - 1 for n, size in zip(across, window, strict=True))
     if columns < 8 or rows * columns > _BLOCKS * config.block_kv:
@@ -69,27 +70,33 @@ def plan_walks(
         if sum(n * step for n, step in zip(reach, steps, strict=True)) + x.shape[5] >= 2**31:
             return None
 
-    abreast = -(-(planes + 1) // length)
-    shared = length - 2 if (planes + 1) % length == 0 else 0
     lines = [-(-axes[axis].q_len // config.tile[axis]) for axis in order]
     batch_heads = q.shape[0] * q.shape[4]
+    abreast = -(-(planes + 1) // length)
     slots = _PROGRAMS * _multiprocessors(q.device)
-
-    def waves(tiles: int) -> int:
-        programs = sum(-(-len(range(first, lines[0], abreast)) // tiles) for first in range(abreast))
-        return -(-programs * lines[1] * lines[2] * batch_heads // slots)
-
-    def planes_walked(tiles: int) -> int:  # and one's time to begin
-        return tiles * (planes + length - 1 - shared) + shared + 1
-
-    longest = -(-lines[0] // abreast)
-    tiles = min(range(longest, 0, -1), key=lambda n: waves(n) * planes_walked(n))
-    grid = (lines[2], lines[1] * abreast * -(-longest // tiles), batch_heads)
+    tiles = _tiles_of_a_program(lines[0], lines[1] * lines[2] * batch_heads, abreast, length, planes, slots)
+    segments = -(-lines[0] // (abreast * tiles))
+    grid = (lines[2], lines[1] * abreast * segments, batch_heads)
     if max(grid[1:]) >= 2**16:
         return None
     rest = rows * columns % config.block_kv
     pads = rest > 0 and (rows * columns < config.block_kv or rest * (planes + length - 1) > config.block_kv)
     return Walks(order, grid, tiles, abreast, pads)
+
+
+@functools.lru_cache(maxsize=256)  # asked for by every call
+def _tiles_of_a_program(line: int, lines: int, abreast: int, length: int, planes: int, slots: int) -> int:
+    """How many of a line's tiles, `length` queries long, give the fewest planes one after another on `slots` places."""
+    shared = length - 2 if (planes + 1) % length == 0 else 0
+
+    def waves(tiles: int) -> int:
+        programs = sum(-(-len(range(first, line, abreast)) // tiles) for first in range(abreast))
+        return -(-programs * lines // slots)
+
+    def planes_walked(tiles: int) -> int:  # and one's time to begin
+        return tiles * (planes + length - 1 - shared) + shared + 1
+
+    return min(range(-(-line // abreast), 0, -1), key=lambda n: waves(n) * planes_walked(n))
 
 
 @functools.cache

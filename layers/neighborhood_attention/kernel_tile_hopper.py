@@ -90,13 +90,20 @@ def _first_planes(t0, axis, layout: gl.constexpr, KT: gl.constexpr, TILE: gl.con
 
 
 @gluon.jit
-def _block_offsets(block, corner, axes, strides, layout: gl.constexpr, BLOCK_KV: gl.constexpr, WIDTH: gl.constexpr):
-    """(keys,) byte offsets of the cells of a block from the first cell of their plane of the union."""
-    cell = (block * BLOCK_KV + gl.arange(0, BLOCK_KV, layout)).to(gl.uint32)
-    return 2 * key_offsets(
+def _cell_bytes(cell, plane, corner, axes, strides, WIDTH: gl.constexpr):
+    """(keys,) byte offsets of a plane's cells, `plane` planes on, from the first cell of the union's first plane."""
+    cells = key_offsets(
         (cell // WIDTH).to(gl.int32), (cell % WIDTH).to(gl.int32),
         axes[1][2] - 1 - corner[0], axes[2][2] - 1 - corner[1], strides, False,
     )  # fmt: skip
+    return 2 * (cells + plane * tl.cast(strides[1], tl.int32))
+
+
+@gluon.jit
+def _block_offsets(block, corner, axes, strides, layout: gl.constexpr, BLOCK_KV: gl.constexpr, WIDTH: gl.constexpr):
+    """(keys,) byte offsets of the cells of a block from the first cell of their plane of the union."""
+    cell = (block * BLOCK_KV + gl.arange(0, BLOCK_KV, layout)).to(gl.uint32)
+    return _cell_bytes(cell, 0, corner, axes, strides, WIDTH)
 
 
 @gluon.jit
@@ -106,13 +113,8 @@ def _rest_offsets(
 ):  # fmt: skip
     """(keys,) byte offsets of the cells of the rest from the plane `behind` planes before the tile's first."""
     n = gl.arange(0, BLOCK_KV, layout).to(gl.uint32)
-    cell = BLOCKS * BLOCK_KV + n % REST
     plane = behind + gl.minimum((n // REST).to(gl.int32), planes - 1)
-    cells = key_offsets(
-        (cell // WIDTH).to(gl.int32), (cell % WIDTH).to(gl.int32),
-        axes[1][2] - 1 - corner[0], axes[2][2] - 1 - corner[1], strides, False,
-    )  # fmt: skip
-    return 2 * (cells + plane * tl.cast(strides[1], tl.int32))
+    return _cell_bytes(BLOCKS * BLOCK_KV + n % REST, plane, corner, axes, strides, WIDTH)
 
 
 @gluon.jit
@@ -360,11 +362,6 @@ def tile_hopper_kernel(
     lead = first * 0
     slot = first * 0
     pending = first * 0
-    if HAS_REST:
-        _prepare_rest(
-            k_table, v_table, masks, (t0, h0, w0), until, corner, axes, k_strides, v_steps, cells_layout, mask_layout,
-            KERNEL, TILE, BLOCKS, REST, SAME_STRIDES,
-        )  # fmt: skip
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, copy_layout))[None, :]
     k_plane = (K + cell_offsets(b, head, plane, corner[0], corner[1], k_strides)) + d
     v_plane = (V + cell_offsets(b, head, plane, corner[0], corner[1], v_steps)) + d
@@ -389,6 +386,11 @@ def tile_hopper_kernel(
             next_plane = gl.where(t0 + AHEAD < stop, following, first)  # after the last tile: loaded in vain
             turn = gl.where(until < end, 1, 3)
             next_t0 = t0 + AHEAD
+            if HAS_REST:
+                _prepare_rest(
+                    k_table, v_table, masks, (t0, h0, w0), until, corner, axes, k_strides, v_steps, cells_layout,
+                    mask_layout, KERNEL, TILE, BLOCKS, REST, SAME_STRIDES,
+                )  # fmt: skip
         has_rest = HAS_REST & (lead == 0)
         q = q_slot.load(gl.DotOperandLayout(0, scores_layout, 2))
         _load_queries(q_slot, Q, b, head, (next_t0, h0, w0), axes, q_strides, turn, copy_layout, TILE)
@@ -418,10 +420,4 @@ def tile_hopper_kernel(
             start_t = gl.where(turned, _first_planes(t0, axes[0], scores_layout, KT, TILE), start_t)
             l = gl.where(_turns(turn, QUERIES, l_layout)[:, None], 0.0, l)
             acc = gl.where(_turns(turn, QUERIES, out_layout)[:, None], 0.0, acc)
-            if HAS_REST:  # noqa: SIM102 (a constant for the compiler)
-                if lead == 0:
-                    _prepare_rest(
-                        k_table, v_table, masks, (t0, h0, w0), until, corner, axes, k_strides, v_steps, cells_layout,
-                        mask_layout, KERNEL, TILE, BLOCKS, REST, SAME_STRIDES,
-                    )  # fmt: skip
     async_copy.wait_group(0)

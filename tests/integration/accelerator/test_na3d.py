@@ -90,11 +90,10 @@ def test_the_triton_tile_kernel(shape, kernel):
 @pytest.mark.parametrize("kernel", [(3, 7, 7), (7, 5, 11), (11, 11, 11)], ids=str)
 def test_walks_of_the_hopper_kernel(kernel, tile, axis, long, monkeypatch):
     """Along each axis, over a line of tiles and over one; with a rest and without; flags of either half of a tile."""
-    config = dataclasses.replace(na_configs.load("sm90").tile((11, 11, 11), 64), tile=tile)
     if tile["thw".index(axis)] == 8:
         pytest.skip("a walk takes tiles of 2 or 4 along its axis")
+    config = dataclasses.replace(na_configs.load("sm90").tile((11, 11, 11), 64), tile=tile, walk=axis)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda _: 1 if long else 100_000)
-    config = dataclasses.replace(config, walk=axis)
     q, k, v = fused_qkv((2, 29, 41, 38, 2, 64))
     check(na3d_flash_attn(q, k, v, kernel, config=config, softmax_bound=8.2), q, k, v, kernel)
     q = q + torch.zeros_like(q)
